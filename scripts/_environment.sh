@@ -82,7 +82,8 @@ _make_environment() {
     "$python" -m pip --version </dev/null >/dev/null 2>&1 ||
         "$python" -m ensurepip </dev/null >&2 || return 1
     _say "installing into $directory (about a minute and 1.6 GB when new)"
-    "$python" -m pip install --quiet --disable-pip-version-check --no-input \
+    # Twice quiet: errors only.
+    "$python" -m pip install --quiet --quiet --no-input \
         -e "$ROOT[$(_extras_for "$python")]" "$@" </dev/null >&2 || {
         _say "the installation failed; with a package index in reach, call" \
             "this again."
