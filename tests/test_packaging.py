@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).absolute().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 TENSORFLOWS = {"tensorflow", "tensorflow-cpu", "tensorflow-tpu", "tf-nightly"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).absolute().parent.parent
 GUARD = ROOT / "tf_distembed" / "_tensorflow_guard.py"
 
 # A TensorFlow or Keras that is imported although the guard must not.
