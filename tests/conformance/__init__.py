@@ -1,0 +1,1 @@
+"""One registry of cases, run on every backend and compared with NumPy."""
