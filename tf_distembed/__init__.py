@@ -1,0 +1,57 @@
+"""TensorFlow-first embedding tables for recommender and ranking models.
+
+```python
+import tf_distembed as tde
+
+movie = tde.TableConfig("movie", 1_682, 16, optimizer="adagrad")
+layer = tde.DistributedEmbedding({"movie": tde.FeatureConfig("movie", movie)})
+```
+"""
+
+from tf_distembed._tensorflow_guard import check_tensorflow
+
+check_tensorflow()
+
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+__version__ = "0.1.0"
+
+# Public name -> the module that has it. Loaded at first use, so that the
+# command line answers --help without TensorFlow.
+_PUBLIC = {
+    "DistributedEmbedding": "layer",
+    "FeatureConfig": "config",
+    "TableConfig": "config",
+    "load_tables": "state",
+    "save_tables": "state",
+}
+_SUBPACKAGES = ("datasets", "testing")
+
+__all__ = [
+    "DistributedEmbedding",
+    "FeatureConfig",
+    "TableConfig",
+    "load_tables",
+    "save_tables",
+]
+
+if TYPE_CHECKING:
+    from tf_distembed.config import FeatureConfig, TableConfig
+    from tf_distembed.layer import DistributedEmbedding
+    from tf_distembed.state import load_tables, save_tables
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        module = importlib.import_module(f"{__name__}.{_PUBLIC[name]}")
+        value = getattr(module, name)
+        globals()[name] = value
+        return value
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_SUBPACKAGES, "__version__"])

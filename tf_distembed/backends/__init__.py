@@ -1,0 +1,1 @@
+"""Where tables live and how they are looked up, one module a placement."""

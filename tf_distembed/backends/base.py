@@ -1,0 +1,73 @@
+"""What a placement of tables must be able to do."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tf_distembed.features import Feature
+
+
+class Backend(abc.ABC):
+    """The tables of one placement.
+
+    Attributes:
+        placement: `"default_device"` or `"sparsecore"`.
+        features: The features placed here, in flat order.
+        optimizers: table name -> optimizer in use, for those with their own.
+    """
+
+    placement: ClassVar[str]
+    features: Sequence[Feature]
+    optimizers: dict[str, Any]
+
+    @abc.abstractmethod
+    def lookup(
+        self,
+        ids: Sequence[Any],
+        weights: Sequence[Any],
+        training: bool,
+    ) -> list[tf.Tensor]:
+        """Looks up and combines one batch.
+
+        Args:
+            ids: For each feature a dense, ragged or sparse tensor.
+            weights: For each feature the same kind, or None.
+            training: Whether a gradient is likely to be taken.
+
+        Returns:
+            For each feature `[B, D]` or `[B, S, D]`, of the tables' dtype.
+        """
+
+    @abc.abstractmethod
+    def slot_shapes(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """table name -> {`"values"` and each slot name: shape}."""
+
+    @abc.abstractmethod
+    def slot_dtype(self, table: str) -> str:
+        """Name of the dtype of a table and its slots."""
+
+    @abc.abstractmethod
+    def read_rows(
+        self, table: str, slot: str, start: int, stop: int
+    ) -> tf.Tensor:
+        """Rows `start` to `stop` of a table's values or of a slot."""
+
+    @abc.abstractmethod
+    def write_rows(self, table: str, slot: str, ids: Any, values: Any) -> None:
+        """Overwrites the rows `ids` of a table's values or of a slot."""
+
+    @abc.abstractmethod
+    def first_value(self, table: str, slot: str) -> float:
+        """What every entry of a slot starts at."""
+
+    @abc.abstractmethod
+    def read_step(self, table: str) -> tf.Tensor | None:
+        """A table's step count, or None if it has no optimizer of its own."""
+
+    @abc.abstractmethod
+    def write_step(self, table: str, step: Any) -> None:
+        """Sets a table's step count."""

@@ -1,0 +1,228 @@
+"""Sum, mean and sqrtn: from rows to one vector a bag, and back.
+
+With `e` the rows of a bag and `w` their weights (1 if none are given):
+
+```
+sum    Σ w·e        mean   Σ w·e / Σ w        sqrtn  Σ w·e / √(Σ w²)
+```
+
+as `tf.nn.embedding_lookup_sparse` defines them. An empty bag, and one whose
+denominator is zero, give zeros with zero gradients.
+
+The rows may be given once each (`[U, D]`) with the place of every id among
+them. The gradient goes back to those same rows, summed over all places; no
+variable is captured here, so no table is ever read for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_distembed.inputs import Bags
+
+_FORWARD = {
+    "sum": tf.raw_ops.SparseSegmentSumWithNumSegments,
+    "mean": tf.raw_ops.SparseSegmentMeanWithNumSegments,
+    "sqrtn": tf.raw_ops.SparseSegmentSqrtNWithNumSegments,
+}
+_BACKWARD = {
+    "sum": tf.raw_ops.SparseSegmentSumGrad,
+    "mean": tf.raw_ops.SparseSegmentMeanGrad,
+    "sqrtn": tf.raw_ops.SparseSegmentSqrtNGrad,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Features of one combiner and form, pooled by one operation."""
+
+    combiner: str
+    members: tuple[int, ...]
+    bags: Bags
+
+
+def pool(
+    rows: tf.Tensor,
+    places: Sequence[tf.Tensor],
+    bags: Sequence[Bags],
+    combiners: Sequence[str],
+) -> list[tf.Tensor]:
+    """Combines the rows of several features.
+
+    Args:
+        rows: `[U, D]`.
+        places: For each feature `[N]` int32: the row of each of its ids.
+        bags: For each feature its bags, of `N` ids.
+        combiners: For each feature `"sum"`, `"mean"` or `"sqrtn"`.
+
+    Returns:
+        For each feature `[num_bags, D]`, of the rows' dtype.
+    """
+    outputs: list[Any] = [None] * len(bags)
+    for group in _groups(bags, combiners):
+        group_places = _concat([places[i] for i in group.members])
+        pooled = _pool_group(rows, group_places, group)
+        sizes = [bags[i].num_bags for i in group.members]
+        for i, part in zip(group.members, _split(pooled, sizes), strict=True):
+            outputs[i] = part
+    return outputs
+
+
+def _groups(bags: Sequence[Bags], combiners: Sequence[str]) -> list[_Group]:
+    alike: dict[Any, list[int]] = {}
+    for i, (one, combiner) in enumerate(zip(bags, combiners, strict=True)):
+        masked = one.present is not None
+        key = (combiner, one.weights is None, masked, one.one_each)
+        alike.setdefault(key, []).append(i)
+    return [
+        _Group(key[0], tuple(members), _join([bags[i] for i in members]))
+        for key, members in alike.items()
+    ]
+
+
+def _join(bags: list[Bags]) -> Bags:
+    """Several features as one whose bags are those of all, one after other."""
+    first = bags[0]
+    if len(bags) == 1:
+        return first
+    shifted, total = [], 0
+    for one in bags:
+        shifted.append(one.bag + total)
+        total += one.num_bags
+    return dataclasses.replace(
+        first,
+        bag=tf.concat(shifted, 0),
+        num_bags=total,
+        weights=_concat_or_none([one.weights for one in bags]),
+        present=_concat_or_none([one.present for one in bags]),
+    )
+
+
+def _pool_group(rows: tf.Tensor, places: tf.Tensor, group: _Group) -> tf.Tensor:
+    bags = group.bags
+    if bags.present is not None:
+        return _pool_masked(rows, places, bags, group.combiner)
+    if bags.one_each:
+        return _pick(rows, places)
+    if bags.weights is None:
+        return _pool_unweighted(rows, places, bags, group.combiner)
+    weights = tf.cast(bags.weights, rows.dtype)
+    gains = _gains(weights, bags.bag, bags.num_bags, group.combiner)
+    return _pool_weighted(rows, places, gains, bags)
+
+
+def _pick(rows: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+    @tf.custom_gradient
+    def pick(rows: tf.Tensor) -> Any:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            return _sum_at(upstream, places, rows)
+
+        return tf.gather(rows, places), gradient
+
+    return pick(rows)
+
+
+def _pool_unweighted(
+    rows: tf.Tensor, places: tf.Tensor, bags: Bags, combiner: str
+) -> tf.Tensor:
+    @tf.custom_gradient
+    def pooled(rows: tf.Tensor) -> Any:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            return _BACKWARD[combiner](
+                grad=upstream,
+                indices=places,
+                segment_ids=bags.bag,
+                output_dim0=tf.shape(rows)[0],
+            )
+
+        output = _FORWARD[combiner](
+            data=rows,
+            indices=places,
+            segment_ids=bags.bag,
+            num_segments=bags.num_bags,
+        )
+        return output, gradient
+
+    return pooled(rows)
+
+
+def _pool_weighted(
+    rows: tf.Tensor, places: tf.Tensor, gains: tf.Tensor, bags: Bags
+) -> tf.Tensor:
+    @tf.custom_gradient
+    def pooled(rows: tf.Tensor, gains: tf.Tensor) -> Any:
+        own = tf.gather(rows, places)
+
+        def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            each = tf.gather(upstream, bags.bag)
+            to_rows = _sum_at(each * gains[:, tf.newaxis], places, rows)
+            return to_rows, tf.reduce_sum(each * own, axis=1)
+
+        output = tf.raw_ops.SparseSegmentSumWithNumSegments(
+            data=own * gains[:, tf.newaxis],
+            indices=tf.range(tf.size(places)),
+            segment_ids=bags.bag,
+            num_segments=bags.num_bags,
+        )
+        return output, gradient
+
+    return pooled(rows, gains)
+
+
+def _pool_masked(
+    rows: tf.Tensor, places: tf.Tensor, bags: Bags, combiner: str
+) -> tf.Tensor:
+    """The form for XLA: static shapes, absent ids masked instead of removed.
+
+    Plain operations with their own gradients. What stands in the place of an
+    absent id is any row; `tf.where` keeps even a NaN of it out.
+    """
+    present = bags.present
+    own = tf.where(present[:, tf.newaxis], tf.gather(rows, places), 0)
+    weights = tf.ones_like(bags.bag, rows.dtype)
+    if bags.weights is not None:
+        weights = tf.cast(bags.weights, rows.dtype)
+    weights = tf.where(present, weights, 0)
+    gains = _gains(weights, bags.bag, bags.num_bags, combiner)
+    return tf.math.unsorted_segment_sum(
+        own * gains[:, tf.newaxis], bags.bag, bags.num_bags
+    )
+
+
+def _gains(
+    weights: tf.Tensor, bag: tf.Tensor, num_bags: Any, combiner: str
+) -> tf.Tensor:
+    """`[N]`: each weight over the denominator of its bag, or 0 if that is 0."""
+    if combiner == "sum":
+        return weights
+    if combiner == "mean":
+        total = tf.math.unsorted_segment_sum(weights, bag, num_bags)
+    else:
+        squares = tf.math.unsorted_segment_sum(
+            tf.square(weights), bag, num_bags
+        )
+        # The root's gradient is infinite at 0; keep 0 away from it.
+        is_zero = tf.equal(squares, 0)
+        root = tf.sqrt(tf.where(is_zero, tf.ones_like(squares), squares))
+        total = tf.where(is_zero, tf.zeros_like(root), root)
+    return tf.math.divide_no_nan(weights, tf.gather(total, bag))
+
+
+def _sum_at(values: tf.Tensor, places: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    return tf.math.unsorted_segment_sum(values, places, tf.shape(rows)[0])
+
+
+def _concat(parts: list[tf.Tensor]) -> tf.Tensor:
+    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+
+def _concat_or_none(parts: list[Any]) -> Any:
+    return None if parts[0] is None else tf.concat(parts, 0)
+
+
+def _split(value: tf.Tensor, sizes: list[Any]) -> list[tf.Tensor]:
+    return [value] if len(sizes) == 1 else tf.split(value, sizes)

@@ -1,0 +1,489 @@
+"""`DistributedEmbedding`: nested features, shared tables, any device."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_distembed import layer_config, placements, structures
+from tf_distembed.backends.base import Backend
+from tf_distembed.backends.default_device import DefaultDeviceBackend
+from tf_distembed.features import Feature, read_features
+from tf_distembed.id_statistics import DroppedIds
+from tf_distembed.inputs import DENSE, as_tensor, check_feature, kind_of
+from tf_distembed.stacking import check_stacking
+from tf_distembed.table_state import TableState
+from tf_distembed.tables import STEP, VALUES
+
+PREPROCESSED = "preprocessed_inputs_per_placement"
+
+
+class _Parts:
+    """What the layer is made of, kept from Keras' and TensorFlow's tracking.
+
+    Tables reach files by name, through the layer's own saving methods; were
+    these objects attributes, their variables would be written as well.
+    """
+
+    structure: Any
+    features: list[Feature]
+    backends: dict[str, Backend]
+    dropped: DroppedIds
+    state: TableState
+
+
+@keras.saving.register_keras_serializable(package="tf_distembed")
+class DistributedEmbedding(keras.layers.Layer):
+    """Looks up nested features in shared tables and combines them.
+
+    Each table is trained by its own optimizer, which takes one step on the
+    rows that a batch touches, whatever the size of the table:
+
+    ```
+    ids of a feature     table            output
+    [[7, 7], [], [3]] -> rows 7, 3 ---->  [mean(e7, e7), 0, e3]
+    ```
+
+    Args:
+        feature_configs: A nested structure (dict, list, tuple, namedtuple) of
+            `FeatureConfig`, or a single one. Inputs, weights and outputs have
+            the same structure.
+        table_stacking: Which tables are looked up together: `"auto"` (those
+            of equal width and optimizer), None (each alone), or lists of
+            table names. It never changes a result.
+        invalid_ids: What becomes of an id outside its table: `"error"`
+            raises, `"drop"` removes the id from its bag. Or a dict {feature
+            name: policy}, `"error"` for those left out.
+        update_stats: SparseCore only: measure the limits while training.
+        optimizer: The optimizer of tables whose own is None. Without it, the
+            model's optimizer trains those.
+        pipeline_execution_with_tensor_core: SparseCore only.
+        sparse_core_embedding_config: SparseCore only; a
+            `tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig`.
+        **layer_kwargs: `name`, `dtype`, `trainable`, as of any layer.
+
+    Call arguments:
+        inputs: For each feature ids of an integer dtype: dense `[B]` or
+            `[B, S]`, ragged or sparse `[B, S]`; or the result of `preprocess`.
+        weights: For each feature None, or weights of the same kind and shape
+            as its ids. None: all weights are 1.
+        training: Whether a training step is being taken.
+
+    Call output: for each feature `[B, embedding_dim]`, or
+        `[B, positions, embedding_dim]` if its `output_shape` says so, of the
+        layer's compute dtype.
+
+    Raises:
+        TypeError: a wrong type or dtype, naming the feature or table.
+        ValueError: a wrong value, shape, name or setting, likewise.
+        tf.errors.InvalidArgumentError: when run, an id outside its table.
+
+    Example:
+
+    ```python
+    import keras
+    import tensorflow as tf
+    import tf_distembed as tde
+
+    movie = tde.TableConfig("movie", 100, 4, optimizer="adagrad")
+    layer = tde.DistributedEmbedding({
+        "next": tde.FeatureConfig("next", movie),
+        "seen": tde.FeatureConfig("seen", movie),
+    })
+    outputs = layer({
+        "next": tf.constant([7, 3]),
+        "seen": tf.ragged.constant([[7, 7, 5], []], dtype=tf.int64),
+    })
+    assert outputs["seen"].shape == (2, 4)
+    ```
+    """
+
+    def __init__(
+        self,
+        feature_configs: Any,
+        *,
+        table_stacking: Any = "auto",
+        invalid_ids: Any = "error",
+        update_stats: bool = False,
+        optimizer: Any = None,
+        pipeline_execution_with_tensor_core: bool = False,
+        sparse_core_embedding_config: Any = None,
+        **layer_kwargs: Any,
+    ) -> None:
+        super().__init__(autocast=False, **layer_kwargs)
+        # Ids are never cast, and a leaf of the inputs may be a list of ids.
+        self._convert_input_args = False
+        self._allow_non_tensor_positional_args = True
+        settings = layer_config.Settings(
+            table_stacking=table_stacking,
+            invalid_ids=invalid_ids,
+            update_stats=update_stats,
+            optimizer=optimizer,
+            pipeline_execution_with_tensor_core=(
+                pipeline_execution_with_tensor_core
+            ),
+            sparse_core_embedding_config=sparse_core_embedding_config,
+        )
+        leaves = layer_config.feature_leaves(feature_configs, PREPROCESSED)
+        features, tables = read_features(leaves, invalid_ids)
+        check_stacking(table_stacking, [table.name for table in tables])
+        placed = placements.place(tables, settings)
+        optimizers = layer_config.table_optimizers(tables, optimizer)
+        parts = _Parts()
+        parts.structure = structures.map_leaves(feature_configs, lambda _: None)
+        parts.features = features
+        parts.dropped = DroppedIds([feature.name for feature in features])
+        parts.backends = {}
+        with keras.name_scope(self.name, caller=self):
+            for placement, own in placed.items():
+                parts.backends[placement] = DefaultDeviceBackend(
+                    [f for f in features if f.table in own],
+                    own,
+                    optimizers,
+                    table_stacking,
+                    self.variable_dtype,
+                    parts.dropped,
+                )
+        parts.state = TableState(list(parts.backends.values()))
+        self._settings = settings
+        self._parts = parts
+        self._table_layers = [
+            backend.tables[table.name]
+            for table in tables
+            for backend in parts.backends.values()
+            if table.name in backend.tables
+        ]
+        self.built = True
+
+    @classmethod
+    def has_sparsecores(cls) -> bool:
+        """Whether the strategy in scope is that of a TPU with SparseCores."""
+        return placements.has_sparsecores()
+
+    @property
+    def table_optimizers(self) -> Mapping[str, Any]:
+        """Table name -> the optimizer in use.
+
+        Reassign `.learning_rate` on these, also between compiled steps.
+        Tables that the model's optimizer trains are not in it.
+        """
+        # Not a dict: Keras would save the optimizers in it.
+        return types.MappingProxyType(
+            {
+                name: optimizer
+                for backend in self._parts.backends.values()
+                for name, optimizer in backend.optimizers.items()
+            }
+        )
+
+    def preprocess(
+        self, inputs: Any, weights: Any = None, training: bool = False
+    ) -> dict[str, Any]:
+        """Inputs in the form that the layer takes without further work.
+
+        May run in `tf.data.Dataset.map`; accepts what the layer accepts, and
+        Keras tensors. Lists and object arrays of unequal rows become ragged.
+
+        Args:
+            inputs: As the layer's.
+            weights: As the layer's.
+            training: As the layer's.
+
+        Returns:
+            `{"preprocessed_inputs_per_placement": {placement: {"inputs":
+            [...], "weights": [...]}}}`, lists in flat feature order. Without
+            weights, `"weights"` is left out; if only some features have
+            weights, the others get weights of 1.
+        """
+        if self._is_preprocessed(inputs):
+            raise ValueError(
+                "preprocess received inputs that it has already preprocessed. "
+                "Pass them to the layer."
+            )
+        ids, weight = self._flat_inputs(inputs, weights)
+        per_placement = {}
+        for placement, backend in self._parts.backends.items():
+            where = self._positions(backend)
+            part: dict[str, Any] = {"inputs": [ids[i] for i in where]}
+            own = [weight[i] for i in where]
+            if any(w is not None for w in own):
+                part["weights"] = [
+                    _ones_like(f, x) if w is None else w
+                    for f, x, w in zip(
+                        backend.features, part["inputs"], own, strict=True
+                    )
+                ]
+            per_placement[placement] = part
+        return {PREPROCESSED: per_placement}
+
+    @tf.autograph.experimental.do_not_convert
+    def call(
+        self, inputs: Any, weights: Any = None, training: bool = False
+    ) -> Any:
+        """Looks up and combines; see the class."""
+        ids, weight = self._flat_inputs(inputs, weights)
+        outputs: list[Any] = [None] * len(ids)
+        for backend in self._parts.backends.values():
+            where = self._positions(backend)
+            found = backend.lookup(
+                [ids[i] for i in where],
+                [weight[i] for i in where],
+                bool(training),
+            )
+            for i, output in zip(where, found, strict=True):
+                outputs[i] = tf.cast(output, self.compute_dtype)
+        return structures.pack(self._parts.structure, outputs)
+
+    def compute_output_spec(
+        self, inputs: Any, weights: Any = None, training: bool = False
+    ) -> Any:
+        """Keras tensors of the outputs; they carry the inputs' batch."""
+        ids, _ = self._flat_inputs(inputs, weights)
+        specs = [
+            keras.KerasTensor(
+                _output_shape(feature, tuple(x.shape)), self.compute_dtype
+            )
+            for feature, x in zip(self._parts.features, ids, strict=True)
+        ]
+        return structures.pack(self._parts.structure, specs)
+
+    def compute_output_shape(self, input_shapes: Any) -> Any:
+        """Shapes of the outputs for shapes of the inputs."""
+        flat = structures.flatten_up_to(
+            self._parts.structure, input_shapes, "input shapes"
+        )
+        return structures.pack(
+            self._parts.structure,
+            [
+                _output_shape(feature, tuple(shape))
+                for feature, shape in zip(
+                    self._parts.features, flat, strict=True
+                )
+            ],
+        )
+
+    def get_embedding_tables(self) -> dict[str, tf.Tensor]:
+        """Table name -> a copy of its values.
+
+        Each is `[vocabulary_size, embedding_dim]`, without any padding.
+        """
+        state = self._parts.state
+        return {
+            entry.table: state.read(entry)
+            for entry in state.entries()
+            if entry.slot == VALUES
+        }
+
+    def set_embedding_tables(
+        self, tables: Mapping[str, Any], *, reset_slots: bool = False
+    ) -> None:
+        """Sets the values of some tables, or of some of their rows.
+
+        Args:
+            tables: {table name: array `[vocabulary_size, embedding_dim]`}, or
+                {table name: (row ids `[R]`, values `[R, embedding_dim]`)}.
+            reset_slots: Whether the optimizer's slots of the same rows start
+                again; for whole tables, the step count too.
+
+        Raises:
+            ValueError: an unknown table, a wrong shape or row id. Nothing is
+                set then.
+        """
+        state = self._parts.state
+        shapes = {e.table: e.shape for e in state.entries() if e.slot == VALUES}
+        changes = [
+            (name, *layer_config.rows_and_values(name, given, shapes))
+            for name, given in tables.items()
+        ]
+        by_table = {e.table: e for e in state.entries() if e.slot == VALUES}
+        for name, ids, values in changes:
+            if ids is None:
+                state.write(by_table[name], values)
+            else:
+                state.write_rows(name, VALUES, ids, values)
+            if reset_slots:
+                state.reset_rows(name, ids)
+
+    def get_optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Table name -> {slot name: copy of the slot, "step": int}.
+
+        Slots have Keras' names and the table's shape. Tables without an
+        optimizer of their own are left out.
+        """
+        state = self._parts.state
+        found: dict[str, dict[str, Any]] = {}
+        for entry in state.entries():
+            if entry.slot == STEP:
+                step = int(state.read(entry))
+                found.setdefault(entry.table, {})[STEP] = step
+            elif entry.slot != VALUES:
+                slots = found.setdefault(entry.table, {})
+                slots[entry.slot] = state.read(entry)
+        return found
+
+    def id_statistics(self, reset: bool = False) -> dict[str, Any]:
+        """What was counted of the ids fed since the last reset.
+
+        Args:
+            reset: Whether to start again from 0.
+
+        Returns:
+            `{"dropped": {feature name: number of dropped ids}}`.
+        """
+        statistics = {"dropped": self._parts.dropped.read()}
+        if reset:
+            self._parts.dropped.reset()
+        return statistics
+
+    def table_state(self) -> TableState:
+        """The logical state of the tables, for saving and loading."""
+        return self._parts.state
+
+    def get_config(self) -> dict[str, Any]:
+        """The configuration, with each shared table and optimizer once."""
+        config = super().get_config()
+        config.pop("autocast", None)
+        return {
+            **config,
+            **layer_config.encode(
+                self._parts.structure,
+                self._parts.features,
+                dict(self.table_optimizers),
+                self._settings,
+            ),
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> DistributedEmbedding:
+        """The layer that `get_config` described; `config` is left as it is."""
+        return cls(**layer_config.decode(config))
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the logical state; Keras calls it."""
+        state = self._parts.state
+        for entry in state.entries():
+            store[entry.key] = np.asarray(state.read(entry))
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the logical state, all of it or nothing; Keras calls it."""
+        found = {key: store[key] for key in store.keys()}  # noqa: SIM118
+        self._parts.state.load(found, f"The file read by layer '{self.name}'")
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        state = self._parts.state
+        return {entry.key: state.read(entry) for entry in state.entries()}
+
+    def _restore_from_tensors(self, restored: Mapping[str, tf.Tensor]) -> None:
+        self._parts.state.load(
+            restored, f"The checkpoint read by layer '{self.name}'"
+        )
+
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **kwargs: Any
+    ) -> dict[str, Any]:
+        # A checkpoint holds the logical state alone; a SavedModel needs every
+        # variable that its functions use.
+        if save_type == "checkpoint":
+            return {}
+        children = super()._trackable_children(save_type, **kwargs)
+        return {**children, "_dropped_ids": self._parts.dropped.counts}
+
+    def _is_preprocessed(self, inputs: Any) -> bool:
+        return isinstance(inputs, Mapping) and set(inputs) == {PREPROCESSED}
+
+    def _positions(self, backend: Backend) -> list[int]:
+        order = {f.name: i for i, f in enumerate(self._parts.features)}
+        return [order[feature.name] for feature in backend.features]
+
+    def _flat_inputs(
+        self, inputs: Any, weights: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Checked tensors of all features, in flat order."""
+        if self._is_preprocessed(inputs):
+            if weights is not None:
+                raise ValueError(
+                    "Preprocessed inputs hold their weights; pass weights to "
+                    "preprocess, not beside its result."
+                )
+            ids, weight = self._from_preprocessed(inputs[PREPROCESSED])
+        else:
+            structure = self._parts.structure
+            ids = structures.flatten_up_to(structure, inputs, "inputs")
+            weight = [None] * len(ids)
+            if weights is not None:
+                weight = structures.flatten_up_to(structure, weights, "weights")
+        for i, feature in enumerate(self._parts.features):
+            ids[i] = as_tensor(feature, ids[i])
+            if weight[i] is not None:
+                weight[i] = as_tensor(feature, weight[i], "weights")
+            check_feature(feature, ids[i], weight[i])
+            if kind_of(ids[i]) != DENSE:
+                # XLA would compile anew for every number of ids.
+                self.supports_jit = False
+        return ids, weight
+
+    def _from_preprocessed(
+        self, per_placement: Mapping[str, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        count = len(self._parts.features)
+        ids: list[Any] = [None] * count
+        weights: list[Any] = [None] * count
+        if set(per_placement) != set(self._parts.backends):
+            raise ValueError(
+                "Preprocessed inputs must have an entry for each placement of "
+                f"the layer, {sorted(self._parts.backends)}. Received: "
+                f"{sorted(per_placement)}"
+            )
+        for placement, backend in self._parts.backends.items():
+            where = self._positions(backend)
+            part = per_placement[placement]
+            for target, key in ((ids, "inputs"), (weights, "weights")):
+                values = part.get(key, [None] * len(where))
+                if len(values) != len(where):
+                    raise ValueError(
+                        f"Preprocessed {key} of placement '{placement}' must "
+                        f"have {len(where)} entries, one a feature. Received: "
+                        f"{len(values)}"
+                    )
+                for i, value in zip(where, values, strict=True):
+                    target[i] = value
+        return ids, weights
+
+
+def _ones_like(feature: Feature, ids: Any) -> Any:
+    """Weights of 1 beside `ids`."""
+    if isinstance(ids, keras.KerasTensor):
+        if kind_of(ids) != DENSE:
+            raise ValueError(
+                f"{feature.where}: preprocess needs weights for every feature "
+                "or for none if a Keras tensor is ragged or sparse. Pass "
+                "weights of 1 for this feature."
+            )
+        return keras.ops.ones_like(ids, dtype="float32")
+    if isinstance(ids, tf.SparseTensor):
+        return ids.with_values(tf.ones_like(ids.values, tf.float32))
+    if isinstance(ids, tf.RaggedTensor):
+        return ids.with_values(tf.ones_like(ids.values, tf.float32))
+    return tf.ones_like(ids, tf.float32)
+
+
+def _output_shape(
+    feature: Feature, input_shape: Sequence[int | None]
+) -> tuple[int | None, ...]:
+    dim = feature.table.embedding_dim
+    if feature.is_combined:
+        return (input_shape[0], dim)
+    assert feature.output_shape is not None
+    positions = feature.output_shape[1]
+    if positions is None:
+        declared = feature.input_shape
+        if declared is not None and len(declared) == 2:
+            positions = declared[1]
+        if positions is None:
+            positions = input_shape[1] if len(input_shape) == 2 else 1
+    return (input_shape[0], positions, dim)

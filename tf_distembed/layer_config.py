@@ -1,0 +1,234 @@
+"""The layer's arguments: checked, written to a config, and read back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_distembed import row_optimizers, structures
+from tf_distembed.config import FeatureConfig, TableConfig
+from tf_distembed.features import Feature
+
+
+@dataclasses.dataclass
+class Settings:
+    """The layer's arguments other than `feature_configs`."""
+
+    table_stacking: Any
+    invalid_ids: Any
+    update_stats: bool
+    optimizer: Any
+    pipeline_execution_with_tensor_core: bool
+    sparse_core_embedding_config: Any
+
+    def __post_init__(self) -> None:
+        for field in ("update_stats", "pipeline_execution_with_tensor_core"):
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise TypeError(
+                    f"{field} must be True or False. Received: {value!r} (of "
+                    f"type {type(value).__name__})"
+                )
+        row_optimizers.check_optimizer(self.optimizer, "The layer's optimizer")
+
+    def check_without_sparsecore(self) -> None:
+        """Raises for a setting that only tables on SparseCores can honour."""
+        for field in (
+            "update_stats",
+            "pipeline_execution_with_tensor_core",
+            "sparse_core_embedding_config",
+        ):
+            if value := getattr(self, field):
+                raise ValueError(
+                    f"{field}={value!r} needs a table with placement "
+                    "'sparsecore'; every table of this layer is on the "
+                    "default device. Leave it out here."
+                )
+
+
+def feature_leaves(
+    feature_configs: Any, reserved: str
+) -> list[tuple[structures.Path, FeatureConfig]]:
+    """(path, configuration) of every feature, in flat order.
+
+    Raises:
+        TypeError: a leaf that is no `FeatureConfig`.
+        ValueError: no feature at all, or one with the reserved name.
+    """
+    leaves = structures.flatten(feature_configs)
+    if not leaves:
+        raise ValueError(
+            "feature_configs must hold at least one FeatureConfig. "
+            f"Received: {feature_configs!r}"
+        )
+    for path, leaf in leaves:
+        if not isinstance(leaf, FeatureConfig):
+            at = f" at {path}" if path else ""
+            raise TypeError(
+                f"feature_configs must be a nested structure of FeatureConfig."
+                f" Received{at}: {leaf!r} (of type {type(leaf).__name__})"
+            )
+        if reserved in (leaf.name, *path):
+            raise ValueError(
+                f"A feature may not be named '{reserved}', which marks the "
+                f"result of preprocess. Received it at {path}."
+            )
+    return leaves
+
+
+def table_optimizers(
+    tables: Sequence[TableConfig], default: Any
+) -> dict[str, Any]:
+    """Table name -> the optimizer object in use, or None.
+
+    A table whose own is None gets the layer's; given as a name or a config,
+    each table has one of its own.
+    """
+    chosen = {
+        table.name: default if table.optimizer is None else table.optimizer
+        for table in tables
+    }
+    return {
+        name: None
+        if optimizer is None
+        else row_optimizers.make_optimizer(optimizer, f"Table '{name}'")
+        for name, optimizer in chosen.items()
+    }
+
+
+def rows_and_values(
+    name: str, given: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Any, Any]:
+    """(row ids or None for all rows, values) of a change to one table.
+
+    Raises:
+        ValueError: an unknown table, a wrong shape or row id.
+    """
+    if name not in shapes:
+        raise ValueError(
+            f"There is no table '{name}'. The tables are {sorted(shapes)}."
+        )
+    vocabulary_size, dim = shapes[name]
+    if not isinstance(given, tuple):
+        values = given if hasattr(given, "shape") else np.asarray(given)
+        if tuple(values.shape) != (vocabulary_size, dim):
+            raise ValueError(
+                f"Table '{name}': values must have the shape "
+                f"{(vocabulary_size, dim)}. Received: {tuple(values.shape)}"
+            )
+        return None, values
+    if len(given) != 2:
+        raise ValueError(
+            f"Table '{name}': give an array, or a tuple (row ids, values). "
+            f"Received: a tuple of {len(given)}"
+        )
+    ids, values = np.asarray(given[0]), np.asarray(given[1])
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"Table '{name}': row ids must be integers of shape [R]. "
+            f"Received: shape {ids.shape}, dtype {ids.dtype}"
+        )
+    if values.shape != (len(ids), dim):
+        raise ValueError(
+            f"Table '{name}': values of {len(ids)} rows must have the shape "
+            f"{(len(ids), dim)}. Received: {values.shape}"
+        )
+    outside = ids[(ids < 0) | (ids >= vocabulary_size)]
+    if outside.size or len(np.unique(ids)) != len(ids):
+        raise ValueError(
+            f"Table '{name}': row ids must be distinct and run from 0 to "
+            f"{vocabulary_size - 1}. Received: {ids.tolist()[:20]}"
+        )
+    return tf.constant(ids), values
+
+
+def encode(
+    structure: Any,
+    features: Sequence[Feature],
+    in_use: Mapping[str, Any],
+    settings: Settings,
+) -> dict[str, Any]:
+    """The layer's arguments as values that Keras can write as JSON.
+
+    Each table stands once, and so does an optimizer object that several
+    tables share: a table names its own by number.
+    """
+    optimizers: list[Any] = []
+    tables: dict[str, dict[str, Any]] = {}
+    for feature in features:
+        table = feature.table
+        if table.name in tables:
+            continue
+        optimizer = row_optimizers.as_given(in_use.get(table.name))
+        if optimizer is None:  # not trained by itself: what it was given
+            optimizer = table.optimizer
+        config = dataclasses.replace(table, optimizer=None).get_config()
+        config["optimizer"] = _number(optimizer, optimizers)
+        tables[table.name] = config
+    return {
+        "feature_configs": structures.encode(
+            structures.pack(structure, range(len(features)))
+        ),
+        "features": [
+            {
+                "name": feature.name,
+                "table": feature.table.name,
+                "input_shape": _as_list(feature.input_shape),
+                "output_shape": _as_list(feature.output_shape),
+            }
+            for feature in features
+        ],
+        "tables": list(tables.values()),
+        "optimizers": [
+            row_optimizers.serialize(one, "An optimizer of this layer")
+            for one in optimizers
+        ],
+        "table_stacking": settings.table_stacking,
+        "invalid_ids": settings.invalid_ids,
+        "update_stats": settings.update_stats,
+        "pipeline_execution_with_tensor_core": (
+            settings.pipeline_execution_with_tensor_core
+        ),
+        "sparse_core_embedding_config": settings.sparse_core_embedding_config,
+    }
+
+
+def decode(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The layer's arguments from what `encode` returned; it stays as it is."""
+    config = dict(config)
+    optimizers = [
+        row_optimizers.deserialize(one) for one in config.pop("optimizers")
+    ]
+    tables = {}
+    for table in config.pop("tables"):
+        number = table["optimizer"]
+        optimizer = None if number is None else optimizers[number]
+        one = TableConfig.from_config({**table, "optimizer": None})
+        one.optimizer = optimizer
+        tables[one.name] = one
+    features = [
+        FeatureConfig.from_config({**one, "table": tables[one["table"]]})
+        for one in config.pop("features")
+    ]
+    config["feature_configs"] = structures.map_leaves(
+        structures.decode(config["feature_configs"]), lambda i: features[i]
+    )
+    return config
+
+
+def _number(optimizer: Any, optimizers: list[Any]) -> int | None:
+    if optimizer is None:
+        return None
+    for number, known in enumerate(optimizers):
+        if known is optimizer and not isinstance(known, str):
+            return number
+    optimizers.append(optimizer)
+    return len(optimizers) - 1
+
+
+def _as_list(shape: Any) -> list[int | None] | None:
+    return None if shape is None else list(shape)

@@ -1,0 +1,164 @@
+"""The one logical state of a layer's tables, whatever holds them.
+
+For each table `values`, each slot of its optimizer under Keras' slot name, and
+`step`. Every file holds these entries and nothing else; no variable of a
+backend is ever written. A file is checked whole before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_distembed.backends.base import Backend
+from tf_distembed.initial_values import BLOCK_ROWS
+from tf_distembed.tables import STEP, VALUES
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One array of the logical state.
+
+    Attributes:
+        table: Name of the table.
+        slot: `"values"`, the name of a slot, or `"step"`.
+        shape: `(vocabulary_size, embedding_dim)`, or `()` for a step count.
+        dtype: Name of its dtype.
+    """
+
+    table: str
+    slot: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def key(self) -> str:
+        """Its name in a file."""
+        return f"{self.table}:{self.slot}"
+
+
+class TableState:
+    """Reads and writes the logical state through the backends that hold it."""
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self._backends = backends
+
+    def entries(self) -> list[Entry]:
+        """All entries, tables in order of configuration."""
+        found = []
+        for backend in self._backends:
+            for table, slots in backend.slot_shapes().items():
+                dtype = backend.slot_dtype(table)
+                for slot, shape in slots.items():
+                    found.append(Entry(table, slot, shape, dtype))
+                if backend.read_step(table) is not None:
+                    found.append(Entry(table, STEP, (), "int64"))
+        return found
+
+    def read(self, entry: Entry) -> tf.Tensor:
+        """A whole entry."""
+        backend = self._backend_of(entry.table)
+        if entry.slot == STEP:
+            step = backend.read_step(entry.table)
+            return tf.cast(step, tf.int64)
+        return backend.read_rows(entry.table, entry.slot, 0, entry.shape[0])
+
+    def read_blocks(self, entry: Entry) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields (first row, values) of an entry with rows."""
+        backend = self._backend_of(entry.table)
+        for start in range(0, entry.shape[0], BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, entry.shape[0])
+            rows = backend.read_rows(entry.table, entry.slot, start, stop)
+            yield start, np.asarray(rows)
+
+    def write(self, entry: Entry, value: Any) -> None:
+        """Overwrites a whole entry, block by block.
+
+        `value` may be anything that is sliced by rows: an array, a memory
+        map, a tensor.
+        """
+        backend = self._backend_of(entry.table)
+        if entry.slot == STEP:
+            backend.write_step(entry.table, value)
+            return
+        for start in range(0, entry.shape[0], BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, entry.shape[0])
+            ids = tf.range(start, stop)
+            backend.write_rows(entry.table, entry.slot, ids, value[start:stop])
+
+    def write_rows(self, table: str, slot: str, ids: Any, values: Any) -> None:
+        """Overwrites some rows of the values or of a slot."""
+        self._backend_of(table).write_rows(table, slot, ids, values)
+
+    def reset_rows(self, table: str, ids: Any | None = None) -> None:
+        """Sets the slots of a table, or of some rows, to their first values.
+
+        With all rows, the step count starts again from 0 too.
+        """
+        backend = self._backend_of(table)
+        for slot, shape in backend.slot_shapes()[table].items():
+            if slot == VALUES:
+                continue
+            first = backend.first_value(table, slot)
+            every = (
+                tf.range(shape[0]) if ids is None else tf.convert_to_tensor(ids)
+            )
+            for start in range(0, int(tf.size(every)), BLOCK_ROWS):
+                some = every[start : start + BLOCK_ROWS]
+                values = tf.fill([tf.size(some), shape[1]], first)
+                backend.write_rows(table, slot, some, values)
+        if ids is None and backend.read_step(table) is not None:
+            backend.write_step(table, 0)
+
+    def load(self, found: Mapping[str, Any], source: str) -> None:
+        """Loads every entry from arrays by key, or none of them.
+
+        Raises:
+            ValueError: an entry is missing, has another shape, or belongs to
+                no table or slot here; all of them are named.
+        """
+        entries = self.entries()
+        check_entries(
+            entries,
+            {key: tuple(value.shape) for key, value in found.items()},
+            source,
+        )
+        for entry in entries:
+            self.write(entry, found[entry.key])
+
+    def _backend_of(self, table: str) -> Backend:
+        for backend in self._backends:
+            if table in backend.slot_shapes():
+                return backend
+        raise KeyError(table)
+
+
+def check_entries(
+    entries: Sequence[Entry],
+    found: Mapping[str, tuple[int | None, ...]],
+    source: str,
+) -> None:
+    """Raises unless `found` has exactly these entries, in their shapes."""
+    expected = {entry.key: entry.shape for entry in entries}
+    problems = [f"'{key}' is missing" for key in expected if key not in found]
+    problems += [
+        f"'{key}' has shape {found[key]}, expected {shape}"
+        for key, shape in expected.items()
+        if key in found and tuple(found[key]) != tuple(shape)
+    ]
+    problems += [
+        f"'{key}' belongs to no table or slot here"
+        for key in found
+        if key not in expected
+    ]
+    if problems:
+        raise ValueError(
+            f"{source} does not fit this layer, and nothing was loaded: "
+            + "; ".join(problems)
+            + ". Entries are named 'table:slot'; another optimizer has other "
+            "slots."
+        )
