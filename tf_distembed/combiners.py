@@ -181,7 +181,7 @@ def _pool_masked(
     Plain operations with their own gradients. What stands in the place of an
     absent id is any row; `tf.where` keeps even a NaN of it out.
     """
-    present = bags.present
+    present: Any = bags.present
     own = tf.where(present[:, tf.newaxis], tf.gather(rows, places), 0)
     weights = tf.ones_like(bags.bag, rows.dtype)
     if bags.weights is not None:

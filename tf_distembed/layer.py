@@ -32,7 +32,7 @@ class _Parts:
 
     structure: Any
     features: list[Feature]
-    backends: dict[str, Backend]
+    backends: dict[str, DefaultDeviceBackend]
     dropped: DroppedIds
     state: TableState
 

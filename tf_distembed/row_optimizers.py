@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from tf_distembed import row_rules
 
-Optimizer = keras.optimizers.Optimizer
 Schedule = keras.optimizers.schedules.LearningRateSchedule
 
 _KERAS = {
@@ -133,7 +132,7 @@ def rule_of(optimizer: Any, where: str) -> row_rules.RowRule:
     elif kind in _NATIVE_RULES:
         name = _NATIVE_PREFIX + kind.__name__
         rule, off = _NATIVE_RULES[kind], _NATIVE_OFF
-    elif isinstance(optimizer, Optimizer):
+    elif isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(
             f"{where}: no row update exists for the optimizer {kind.__name__}."
             f" A table's own optimizer is one of "
@@ -207,7 +206,7 @@ def as_given(optimizer: Any) -> Any:
     """
     if not isinstance(optimizer, RowOptimizer):
         return optimizer
-    native = optimizer.native
+    native: Any = optimizer.native
     rate = optimizer._learning_rate
     if isinstance(rate, keras.Variable) and (
         float(rate.numpy()) != native.learning_rate
@@ -225,7 +224,7 @@ class LearningRate:
     steps of the table, not with those of an optimizer that is never applied.
     """
 
-    def __init__(self, source: Optimizer) -> None:
+    def __init__(self, source: keras.optimizers.Optimizer) -> None:
         self.source = source
         self.row_optimizer: RowOptimizer | None = None
 
@@ -241,7 +240,7 @@ class LearningRate:
         return rate()
 
 
-class RowOptimizer(Optimizer):
+class RowOptimizer(keras.optimizers.Optimizer):
     """The slots and the step count of one table, and its update of rows.
 
     A Keras optimizer, so that its variables are made and found as those of

@@ -74,7 +74,14 @@ class Sgd(RowRule):
     def slots(self) -> dict[str, float]:
         return {"momentum": 0.0} if self.momentum else {}
 
-    def update(self, rows, gradient, slots, step, learning_rate):
+    def update(
+        self,
+        rows: tf.Tensor,
+        gradient: tf.Tensor,
+        slots: Slots,
+        step: tf.Tensor,
+        learning_rate: tf.Tensor,
+    ) -> tuple[tf.Tensor, Slots]:
         move = learning_rate * gradient
         if not self.momentum:
             return rows - move, {}
@@ -98,13 +105,22 @@ class Adagrad(RowRule):
     def slots(self) -> dict[str, float]:
         return {"accumulator": self.initial_accumulator_value}
 
-    def update(self, rows, gradient, slots, step, learning_rate):
+    def update(
+        self,
+        rows: tf.Tensor,
+        gradient: tf.Tensor,
+        slots: Slots,
+        step: tf.Tensor,
+        learning_rate: tf.Tensor,
+    ) -> tuple[tf.Tensor, Slots]:
         total = slots["accumulator"] + tf.square(gradient)
         move = learning_rate * gradient / tf.sqrt(total + self.epsilon)
         return rows - move, {"accumulator": total}
 
 
-def _moments(rule, gradient, slots):
+def _moments(
+    rule: Adam | TpuAdam, gradient: tf.Tensor, slots: Slots
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Adam's two running means, in Keras' form `m += (g - m)(1 - beta)`."""
     momentum, velocity = slots["momentum"], slots["velocity"]
     momentum += (gradient - momentum) * (1.0 - rule.beta_1)
@@ -129,7 +145,14 @@ class Adam(RowRule):
     def slots(self) -> dict[str, float]:
         return {"momentum": 0.0, "velocity": 0.0}
 
-    def update(self, rows, gradient, slots, step, learning_rate):
+    def update(
+        self,
+        rows: tf.Tensor,
+        gradient: tf.Tensor,
+        slots: Slots,
+        step: tf.Tensor,
+        learning_rate: tf.Tensor,
+    ) -> tuple[tf.Tensor, Slots]:
         alpha = learning_rate * self.correction(step, rows.dtype)
         momentum, velocity = _moments(self, gradient, slots)
         move = alpha * momentum / (tf.sqrt(velocity) + self.epsilon)
@@ -167,7 +190,14 @@ class Ftrl(RowRule):
     def slots(self) -> dict[str, float]:
         return {"accumulator": self.initial_accumulator_value, "linear": 0.0}
 
-    def update(self, rows, gradient, slots, step, learning_rate):
+    def update(
+        self,
+        rows: tf.Tensor,
+        gradient: tf.Tensor,
+        slots: Slots,
+        step: tf.Tensor,
+        learning_rate: tf.Tensor,
+    ) -> tuple[tf.Tensor, Slots]:
         power, old = -self.learning_rate_power, slots["accumulator"]
         shrunk = gradient
         if self.l2_shrinkage_regularization_strength:
@@ -194,7 +224,14 @@ class TpuAdagrad(RowRule):
     def slots(self) -> dict[str, float]:
         return {"accumulator": self.initial_accumulator_value}
 
-    def update(self, rows, gradient, slots, step, learning_rate):
+    def update(
+        self,
+        rows: tf.Tensor,
+        gradient: tf.Tensor,
+        slots: Slots,
+        step: tf.Tensor,
+        learning_rate: tf.Tensor,
+    ) -> tuple[tf.Tensor, Slots]:
         total = slots["accumulator"] + tf.square(gradient)
         # A row whose gradients were all zero has an accumulator of 0.
         move = tf.math.divide_no_nan(learning_rate * gradient, tf.sqrt(total))
@@ -221,7 +258,14 @@ class TpuAdagradMomentum(RowRule):
     def slots(self) -> dict[str, float]:
         return {"accumulator": 0.0, "momentum": 0.0}
 
-    def update(self, rows, gradient, slots, step, learning_rate):
+    def update(
+        self,
+        rows: tf.Tensor,
+        gradient: tf.Tensor,
+        slots: Slots,
+        step: tf.Tensor,
+        learning_rate: tf.Tensor,
+    ) -> tuple[tf.Tensor, Slots]:
         total, squared = slots["accumulator"], tf.square(gradient)
         if self.beta2 == 1.0:
             total += squared
@@ -254,7 +298,14 @@ class TpuAdam(RowRule):
     def slots(self) -> dict[str, float]:
         return {"momentum": 0.0, "velocity": 0.0}
 
-    def update(self, rows, gradient, slots, step, learning_rate):
+    def update(
+        self,
+        rows: tf.Tensor,
+        gradient: tf.Tensor,
+        slots: Slots,
+        step: tf.Tensor,
+        learning_rate: tf.Tensor,
+    ) -> tuple[tf.Tensor, Slots]:
         momentum, velocity = _moments(self, gradient, slots)
         if self.sum_inside_sqrt:
             size = tf.sqrt(velocity + self.epsilon**2)
@@ -285,7 +336,14 @@ class TpuFtrl(RowRule):
     def slots(self) -> dict[str, float]:
         return {"accumulator": self.initial_accumulator_value, "linear": 0.0}
 
-    def update(self, rows, gradient, slots, step, learning_rate):
+    def update(
+        self,
+        rows: tf.Tensor,
+        gradient: tf.Tensor,
+        slots: Slots,
+        step: tf.Tensor,
+        learning_rate: tf.Tensor,
+    ) -> tuple[tf.Tensor, Slots]:
         power, old = -self.learning_rate_power, slots["accumulator"]
         total = old + tf.square(gradient)
         raised = tf.pow(total, power)

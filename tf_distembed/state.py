@@ -78,7 +78,7 @@ def save_tables(
     try:
         index = []
         for number, (state, entry) in enumerate(chosen):
-            record = {
+            record: dict[str, Any] = {
                 "table": entry.table,
                 "slot": entry.slot,
                 "shape": list(entry.shape),

@@ -125,7 +125,7 @@ def decode(config: Mapping[str, Any]) -> Any:
     if kind == "list":
         return parts
     if kind == "namedtuple":
-        return collections.namedtuple(config["name"], config["fields"])(*parts)  # type: ignore[misc]
+        return collections.namedtuple(config["name"], config["fields"])(*parts)
     return tuple(parts)
 
 

@@ -19,8 +19,6 @@ from tf_distembed.backends import compilation
 from tf_distembed.initial_values import InitialValues
 from tf_distembed.row_optimizers import RowOptimizer, write_rows
 
-Optimizer = keras.optimizers.Optimizer
-
 
 class TableVariable(keras.Variable):
     """A table `[vocabulary_size, embedding_dim]` with its own row optimizer.
@@ -220,7 +218,7 @@ def _sum_repeated(
 
 
 def _without_loss_scale(
-    gradient: tf.Tensor, optimizers: list[Optimizer]
+    gradient: tf.Tensor, optimizers: list[keras.optimizers.Optimizer]
 ) -> tf.Tensor:
     """Divides out the loss scales of the optimizers that are applying.
 
@@ -235,18 +233,20 @@ def _without_loss_scale(
     return gradient
 
 
-def _optimizers_on_the_stack() -> list[Optimizer]:
+def _optimizers_on_the_stack() -> list[keras.optimizers.Optimizer]:
     """The Keras optimizers whose methods are running, innermost first.
 
     A variable is told neither who assigns to it nor what the value means; the
     call stack is the only place that says so. It is read while a function is
     traced, not while it runs.
     """
-    found: list[Optimizer] = []
+    found: list[keras.optimizers.Optimizer] = []
     frame = sys._getframe(2)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, Optimizer) and all(o is not owner for o in found):
+        if isinstance(owner, keras.optimizers.Optimizer) and all(
+            o is not owner for o in found
+        ):
             found.append(owner)
         frame = frame.f_back  # type: ignore[assignment]
     return found
