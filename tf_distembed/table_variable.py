@@ -10,7 +10,8 @@ makes no slots for the table and leaves it out of clipping and weight decay.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -18,6 +19,9 @@ import tensorflow as tf
 from tf_distembed.backends import compilation
 from tf_distembed.initial_values import InitialValues
 from tf_distembed.row_optimizers import RowOptimizer, write_rows
+
+#: An optimizer, and the local variables of its method that is running.
+_Call: TypeAlias = tuple[keras.optimizers.Optimizer, dict[str, Any]]
 
 
 class TableVariable(keras.Variable):
@@ -57,7 +61,7 @@ class TableVariable(keras.Variable):
     @property
     def overwrite_with_gradient(self) -> bool:
         """True; raises if the optimizer asking has a setting that breaks."""
-        for optimizer in _optimizers_on_the_stack():
+        for optimizer, _ in _optimizer_calls():
             if optimizer.use_ema:
                 raise ValueError(
                     f"Table '{self.table_name}': the model's optimizer "
@@ -118,23 +122,37 @@ class TableVariable(keras.Variable):
             ValueError: an optimizer hands over a dense gradient, or the
                 strategy in use did not make this table.
         """
-        optimizers = _optimizers_on_the_stack()
-        if not optimizers:
+        calls = _optimizer_calls()
+        if not calls:
             return super().assign(value)
-        if not isinstance(value, tf.IndexedSlices):
+        # Eagerly, Keras has one table updated before it comes to the next:
+        # the first one asked checks them all, so that none or all change.
+        for table, gradient in [(self, value), *_gradients_of_tables(calls)]:
+            table._check_gradient(gradient)
+        gradient = tf.cast(value.values, self.dtype)
+        gradient = _without_loss_scale(gradient, calls)
+        self._apply_sparse_gradient(value.indices, gradient)
+        return self.value
+
+    def _check_gradient(self, gradient: Any) -> None:
+        if not isinstance(gradient, tf.IndexedSlices):
             raise ValueError(
                 f"Table '{self.table_name}' got a dense gradient of shape "
-                f"{getattr(value, 'shape', None)}, expected the "
+                f"{getattr(gradient, 'shape', None)}, expected the "
                 "tf.IndexedSlices of its layer's lookup. Read a table only "
                 "through its layer: not in a loss, a regularizer or a tied "
                 "output, nor inside a tf.while_loop or tf.recompute_grad under "
                 "the tape, and leave its gradient sparse. A table with "
                 "optimizer=None may be used densely."
             )
-        gradient = tf.cast(value.values, self.dtype)
-        gradient = _without_loss_scale(gradient, optimizers)
-        self._apply_sparse_gradient(value.indices, gradient)
-        return self.value
+        context = _many_replicas()
+        if context is not None and not hasattr(self.value, "values"):
+            raise ValueError(
+                f"Table '{self.table_name}' was made outside the scope of the "
+                f"{type(context.strategy).__name__} that trains it, so every "
+                "replica would update one copy. Make the layer inside "
+                "`with strategy.scope():`."
+            )
 
     def _apply_sparse_gradient(
         self, ids: tf.Tensor, gradient: tf.Tensor
@@ -158,16 +176,9 @@ class TableVariable(keras.Variable):
     def _from_all_replicas(
         self, ids: tf.Tensor, gradient: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        context = tf.distribute.get_replica_context()
-        if context is None or context.num_replicas_in_sync == 1:
+        context = _many_replicas()
+        if context is None:
             return ids, gradient
-        if not hasattr(self.value, "values"):
-            raise ValueError(
-                f"Table '{self.table_name}' was made outside the scope of the "
-                f"{type(context.strategy).__name__} that trains it, so every "
-                "replica would update one copy. Make the layer inside "
-                "`with strategy.scope():`."
-            )
         # TensorFlow crashes if no replica has anything to gather: one without
         # ids sends a row of id -1, which is dropped again.
         absent = tf.cast(tf.equal(tf.size(ids), 0), tf.int32)
@@ -217,36 +228,62 @@ def _sum_repeated(
     return unique_ids, tf.math.unsorted_segment_sum(gradient, place, count)
 
 
-def _without_loss_scale(
-    gradient: tf.Tensor, optimizers: list[keras.optimizers.Optimizer]
-) -> tf.Tensor:
+def _without_loss_scale(gradient: tf.Tensor, calls: list[_Call]) -> tf.Tensor:
     """Divides out the loss scales of the optimizers that are applying.
 
-    Keras does not unscale what it assigns by `overwrite_with_gradient`.
+    Keras does not unscale what it assigns by `overwrite_with_gradient`. Of
+    what else it applies, a `LossScaleOptimizer` unscales what it hands on, and
+    the innermost optimizer what it is handed.
     """
-    for optimizer in optimizers:
+    for optimizer in {id(one): one for one, _ in calls}.values():
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             scale = tf.convert_to_tensor(optimizer.dynamic_scale)
             gradient /= tf.cast(scale, gradient.dtype)
-        elif optimizer.loss_scale_factor:
-            gradient /= tf.cast(optimizer.loss_scale_factor, gradient.dtype)
+    if factor := calls[0][0].loss_scale_factor:
+        gradient /= tf.cast(factor, gradient.dtype)
     return gradient
 
 
-def _optimizers_on_the_stack() -> list[keras.optimizers.Optimizer]:
-    """The Keras optimizers whose methods are running, innermost first.
+def _many_replicas() -> Any:
+    """The context of the replica running, or None if it is the only one."""
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return None
+    return context
+
+
+def _optimizer_calls() -> list[_Call]:
+    """The methods of Keras optimizers that are running, innermost first.
 
     A variable is told neither who assigns to it nor what the value means; the
     call stack is the only place that says so. It is read while a function is
     traced, not while it runs.
     """
-    found: list[keras.optimizers.Optimizer] = []
+    found: list[_Call] = []
     frame = sys._getframe(2)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, keras.optimizers.Optimizer) and all(
-            o is not owner for o in found
-        ):
-            found.append(owner)
+        if isinstance(owner, keras.optimizers.Optimizer):
+            found.append((owner, frame.f_locals))
         frame = frame.f_back  # type: ignore[assignment]
     return found
+
+
+def _gradients_of_tables(
+    calls: list[_Call],
+) -> Iterator[tuple[TableVariable, Any]]:
+    """What `Optimizer.apply` was given for tables, by its argument names."""
+    for _, local in calls:
+        gradients = local.get("grads")
+        variables = local.get("trainable_variables")
+        if not isinstance(gradients, (list, tuple)) or not isinstance(
+            variables, (list, tuple)
+        ):
+            continue
+        for gradient, variable in zip(gradients, variables, strict=False):
+            # Across replicas they may be values of all replicas; those reach
+            # the variable one by one.
+            if isinstance(variable, TableVariable) and isinstance(
+                gradient, (tf.Tensor, tf.IndexedSlices)
+            ):
+                yield variable, gradient
