@@ -171,7 +171,10 @@ class TableVariable(keras.Variable):
         tf.__internal__.distribute.interim.maybe_merge_call(
             update, tf.distribute.get_strategy(), ids, gradient, rate, step
         )
-        optimizer.count_step()
+        # Nothing else makes it wait for the checks of the ids, and a step that
+        # raised is none.
+        with tf.control_dependencies([ids, gradient]):
+            optimizer.count_step()
 
     def _from_all_replicas(
         self, ids: tf.Tensor, gradient: tf.Tensor
