@@ -9,6 +9,7 @@ are drawn whole, on the host.
 
 from __future__ import annotations
 
+import base64
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -120,13 +121,23 @@ class InitialValues:
 def check_initializer(
     initializer: Any, shape: tuple[int, int], where: str
 ) -> None:
-    """Raises unless `initializer` can fill a table of `shape`."""
+    """Raises unless `initializer` can fill a table of `shape`.
+
+    Raises:
+        TypeError: an array of something else than numbers.
+        ValueError: an unknown initializer, or an array of another shape.
+    """
     if _is_array(initializer):
         if tuple(initializer.shape) != shape:
             raise ValueError(
                 f"{where}: an array as initializer must have the shape "
                 f"[vocabulary_size, embedding_dim], {shape}. "
                 f"Received: shape={tuple(initializer.shape)}"
+            )
+        if not is_numeric(initializer.dtype):
+            raise TypeError(
+                f"{where}: an array as initializer must hold floats or "
+                f"integers. Received: dtype={initializer.dtype}"
             )
         return
     _resolve(initializer, where)
@@ -135,7 +146,14 @@ def check_initializer(
 def serialize(initializer: Any) -> Any:
     """A form of `initializer` that Keras can write as JSON."""
     if _is_array(initializer):
-        return {"class_name": _ARRAY, "values": np.asarray(initializer)}
+        # Keras would write an array as the text of each number.
+        array = np.asarray(initializer)
+        return {
+            "class_name": _ARRAY,
+            "shape": list(array.shape),
+            "dtype": array.dtype.name,
+            "base64": base64.b64encode(array.tobytes()).decode("ascii"),
+        }
     if initializer is None or isinstance(initializer, str):
         return initializer
     if isinstance(initializer, type):
@@ -147,12 +165,20 @@ def deserialize(config: Any) -> Any:
     """The initializer that `serialize` was given."""
     if isinstance(config, dict):
         if config.get("class_name") == _ARRAY:
-            values = config["values"]
-            if isinstance(values, dict):  # as Keras writes arrays to JSON
-                values = keras.saving.deserialize_keras_object(values)
-            return np.asarray(values)
+            dtype = tf.as_dtype(config["dtype"]).as_numpy_dtype
+            values = np.frombuffer(base64.b64decode(config["base64"]), dtype)
+            return values.reshape(config["shape"])
         return keras.saving.deserialize_keras_object(config)
     return config
+
+
+def is_numeric(dtype: Any) -> bool:
+    """Whether a NumPy or TensorFlow dtype is of floats or integers."""
+    try:
+        kind = tf.as_dtype(dtype)
+    except TypeError:
+        return False
+    return bool(kind.is_floating or kind.is_integer)
 
 
 def _is_array(initializer: Any) -> bool:
@@ -183,6 +209,8 @@ def _resolve(initializer: Any, where: str) -> Any:
 def _is_row_wise(law: Any) -> bool:
     if type(law) is keras.initializers.VarianceScaling:
         return law.mode == "fan_out"
+    if type(law) is keras.initializers.Constant:
+        return np.ndim(law.value) < 2  # one value, or one row
     return type(law) in _ROW_WISE
 
 
