@@ -32,6 +32,7 @@ class _Parts:
 
     structure: Any
     features: list[Feature]
+    compiles_once = True
     backends: dict[str, DefaultDeviceBackend]
     dropped: DroppedIds
     state: TableState
@@ -116,9 +117,11 @@ class DistributedEmbedding(keras.layers.Layer):
         **layer_kwargs: Any,
     ) -> None:
         super().__init__(autocast=False, **layer_kwargs)
-        # Ids are never cast, and a leaf of the inputs may be a list of ids.
+        # Ids are never cast; `__call__` converts what is no tensor yet.
         self._convert_input_args = False
-        self._allow_non_tensor_positional_args = True
+        # Until the kinds of all features are known.
+        self.supports_jit = False
+        _check_variables_can_be_made(self.name)
         settings = layer_config.Settings(
             table_stacking=table_stacking,
             invalid_ids=invalid_ids,
@@ -133,7 +136,7 @@ class DistributedEmbedding(keras.layers.Layer):
         features, tables = read_features(leaves, invalid_ids)
         check_stacking(table_stacking, [table.name for table in tables])
         placed = placements.place(tables, settings)
-        optimizers = layer_config.table_optimizers(tables, optimizer)
+        optimizers = layer_config.table_optimizers(tables, settings.optimizer)
         parts = _Parts()
         parts.structure = structures.map_leaves(feature_configs, lambda _: None)
         parts.features = features
@@ -145,7 +148,7 @@ class DistributedEmbedding(keras.layers.Layer):
                     [f for f in features if f.table in own],
                     own,
                     optimizers,
-                    table_stacking,
+                    settings.table_stacking,
                     self.variable_dtype,
                     parts.dropped,
                 )
@@ -196,9 +199,12 @@ class DistributedEmbedding(keras.layers.Layer):
 
         Returns:
             `{"preprocessed_inputs_per_placement": {placement: {"inputs":
-            [...], "weights": [...]}}}`, lists in flat feature order. Without
+            (...), "weights": (...)}}}`, tuples in flat feature order. Without
             weights, `"weights"` is left out; if only some features have
             weights, the others get weights of 1.
+
+        Raises:
+            TypeError, ValueError: as a call of the layer does.
         """
         if self._is_preprocessed(inputs):
             raise ValueError(
@@ -209,17 +215,31 @@ class DistributedEmbedding(keras.layers.Layer):
         per_placement = {}
         for placement, backend in self._parts.backends.items():
             where = self._positions(backend)
-            part: dict[str, Any] = {"inputs": [ids[i] for i in where]}
+            # Tuples: tf.data would stack the tensors of a list into one.
+            part: dict[str, Any] = {"inputs": tuple(ids[i] for i in where)}
             own = [weight[i] for i in where]
             if any(w is not None for w in own):
-                part["weights"] = [
+                part["weights"] = tuple(
                     _ones_like(f, x) if w is None else w
                     for f, x, w in zip(
                         backend.features, part["inputs"], own, strict=True
                     )
-                ]
+                )
             per_placement[placement] = part
         return {PREPROCESSED: per_placement}
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(
+        self, inputs: Any, weights: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls the layer; see the class."""
+        # Keras takes no mixture of tensors, arrays and lists of ids.
+        if not self._is_preprocessed(inputs):
+            ids, weight = self._flat_inputs(inputs, weights)
+            inputs = structures.pack(self._parts.structure, ids)
+            if weights is not None:
+                weights = structures.pack(self._parts.structure, weight)
+        return super().__call__(inputs, weights, *args, **kwargs)
 
     @tf.autograph.experimental.do_not_convert
     def call(
@@ -422,37 +442,52 @@ class DistributedEmbedding(keras.layers.Layer):
             if weight[i] is not None:
                 weight[i] = as_tensor(feature, weight[i], "weights")
             check_feature(feature, ids[i], weight[i])
-            if kind_of(ids[i]) != DENSE:
-                # XLA would compile anew for every number of ids.
-                self.supports_jit = False
+        if any(kind_of(one) != DENSE for one in ids):
+            # XLA would compile anew for every number of ids.
+            self._parts.compiles_once = False
+        self.supports_jit = self._parts.compiles_once
         return ids, weight
 
     def _from_preprocessed(
         self, per_placement: Mapping[str, Any]
     ) -> tuple[list[Any], list[Any]]:
-        count = len(self._parts.features)
-        ids: list[Any] = [None] * count
-        weights: list[Any] = [None] * count
-        if set(per_placement) != set(self._parts.backends):
-            raise ValueError(
-                "Preprocessed inputs must have an entry for each placement of "
-                f"the layer, {sorted(self._parts.backends)}. Received: "
-                f"{sorted(per_placement)}"
-            )
-        for placement, backend in self._parts.backends.items():
+        """Ids and weights of all features out of the form of `preprocess`."""
+        ids: list[Any] = [None] * len(self._parts.features)
+        weights: list[Any] = [None] * len(self._parts.features)
+        backends = self._parts.backends
+        layer_config.check_keys(per_placement, PREPROCESSED, set(backends))
+        for placement, backend in backends.items():
             where = self._positions(backend)
             part = per_placement[placement]
-            for target, key in ((ids, "inputs"), (weights, "weights")):
+            layer_config.check_keys(part, placement, {"inputs"}, {"weights"})
+            for key, target in (("inputs", ids), ("weights", weights)):
                 values = part.get(key, [None] * len(where))
-                if len(values) != len(where):
+                if not isinstance(values, (list, tuple)) or (
+                    len(values) != len(where)
+                ):
                     raise ValueError(
-                        f"Preprocessed {key} of placement '{placement}' must "
-                        f"have {len(where)} entries, one a feature. Received: "
-                        f"{len(values)}"
+                        f"The preprocessed {key} of placement '{placement}' "
+                        f"must be a tuple of {len(where)}, one for each of "
+                        f"the features {[f.name for f in backend.features]}. "
+                        f"Received: {values!r}"
                     )
                 for i, value in zip(where, values, strict=True):
                     target[i] = value
         return ids, weights
+
+
+def _check_variables_can_be_made(name: str) -> None:
+    """Raises where Keras calls layers without letting them make variables."""
+    try:
+        with tf.init_scope():
+            keras.Variable(0, dtype="int32", trainable=False)
+    except ValueError as error:
+        raise ValueError(
+            f"The layer '{name}' cannot make its tables here, where Keras "
+            "infers the shapes of another layer's outputs. Make the layer in "
+            "the __init__ of the model or layer that uses it, not in its "
+            "build or call."
+        ) from error
 
 
 def _ones_like(feature: Feature, ids: Any) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf_distembed import row_optimizers, structures
+from tf_distembed import initial_values, row_optimizers, structures
 from tf_distembed.config import FeatureConfig, TableConfig
 from tf_distembed.features import Feature
 
@@ -26,6 +27,9 @@ class Settings:
     sparse_core_embedding_config: Any
 
     def __post_init__(self) -> None:
+        # What the user changes later changes nothing here.
+        self.table_stacking = copy.deepcopy(self.table_stacking)
+        self.invalid_ids = copy.deepcopy(self.invalid_ids)
         for field in ("update_stats", "pipeline_execution_with_tensor_core"):
             value = getattr(self, field)
             if not isinstance(value, bool):
@@ -85,19 +89,37 @@ def table_optimizers(
 ) -> dict[str, Any]:
     """Table name -> the optimizer object in use, or None.
 
-    A table whose own is None gets the layer's; given as a name or a config,
-    each table has one of its own.
+    The layer's own copy of a table whose optimizer is None gets the layer's.
+    Given as a name or a config, each table has one of its own.
     """
-    chosen = {
-        table.name: default if table.optimizer is None else table.optimizer
-        for table in tables
-    }
-    return {
-        name: None
-        if optimizer is None
-        else row_optimizers.make_optimizer(optimizer, f"Table '{name}'")
-        for name, optimizer in chosen.items()
-    }
+    optimizers = {}
+    for table in tables:
+        if table.optimizer is None:
+            table.optimizer = default
+        where = f"Table '{table.name}'"
+        optimizers[table.name] = (
+            None
+            if table.optimizer is None
+            else row_optimizers.make_optimizer(table.optimizer, where)
+        )
+    return optimizers
+
+
+def check_keys(
+    value: Any, what: str, keys: set[str], optional: Set[str] = frozenset()
+) -> None:
+    """Raises unless a part of the preprocessed inputs is a dict of `keys`."""
+    if not isinstance(value, Mapping) or not (
+        keys <= set(value) <= keys | optional
+    ):
+        received = list(value) if isinstance(value, Mapping) else value
+        raise ValueError(
+            f"Preprocessed inputs: '{what}' must be a dict with the keys "
+            f"{sorted(keys)}"
+            + (f" and perhaps {sorted(optional)}" if optional else "")
+            + f". Received: {received!r}. Pass on what this layer's "
+            "preprocess returned."
+        )
 
 
 def rows_and_values(
@@ -114,7 +136,7 @@ def rows_and_values(
         )
     vocabulary_size, dim = shapes[name]
     if not isinstance(given, tuple):
-        values = given if hasattr(given, "shape") else np.asarray(given)
+        values = _numbers(name, given)
         if tuple(values.shape) != (vocabulary_size, dim):
             raise ValueError(
                 f"Table '{name}': values must have the shape "
@@ -126,16 +148,16 @@ def rows_and_values(
             f"Table '{name}': give an array, or a tuple (row ids, values). "
             f"Received: a tuple of {len(given)}"
         )
-    ids, values = np.asarray(given[0]), np.asarray(given[1])
+    ids, values = np.asarray(given[0]), _numbers(name, given[1])
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(
             f"Table '{name}': row ids must be integers of shape [R]. "
             f"Received: shape {ids.shape}, dtype {ids.dtype}"
         )
-    if values.shape != (len(ids), dim):
+    if tuple(values.shape) != (len(ids), dim):
         raise ValueError(
             f"Table '{name}': values of {len(ids)} rows must have the shape "
-            f"{(len(ids), dim)}. Received: {values.shape}"
+            f"{(len(ids), dim)}. Received: {tuple(values.shape)}"
         )
     outside = ids[(ids < 0) | (ids >= vocabulary_size)]
     if outside.size or len(np.unique(ids)) != len(ids):
@@ -143,7 +165,19 @@ def rows_and_values(
             f"Table '{name}': row ids must be distinct and run from 0 to "
             f"{vocabulary_size - 1}. Received: {ids.tolist()[:20]}"
         )
-    return tf.constant(ids), values
+    return tf.constant(ids.astype(np.int64)), values
+
+
+def _numbers(name: str, values: Any) -> Any:
+    """An array or tensor of numbers; checked before anything is set."""
+    if not hasattr(values, "shape"):
+        values = np.asarray(values)
+    if not initial_values.is_numeric(values.dtype):
+        raise TypeError(
+            f"Table '{name}': values must be floats or integers. "
+            f"Received: dtype={values.dtype}"
+        )
+    return values
 
 
 def encode(
@@ -155,7 +189,8 @@ def encode(
     """The layer's arguments as values that Keras can write as JSON.
 
     Each table stands once, and so does an optimizer object that several
-    tables share: a table names its own by number.
+    tables share: a table names its own by number. An optimizer given by name
+    or config stays one, with the settings in use now.
     """
     optimizers: list[Any] = []
     tables: dict[str, dict[str, Any]] = {}
@@ -163,11 +198,14 @@ def encode(
         table = feature.table
         if table.name in tables:
             continue
+        config = dataclasses.replace(table, optimizer=None).get_config()
         optimizer = row_optimizers.as_given(in_use.get(table.name))
         if optimizer is None:  # not trained by itself: what it was given
             optimizer = table.optimizer
-        config = dataclasses.replace(table, optimizer=None).get_config()
-        config["optimizer"] = _number(optimizer, optimizers)
+        if isinstance(table.optimizer, (str, Mapping)):
+            config["optimizer"] = _without_name(optimizer)
+        else:
+            config["optimizer"] = _number(optimizer, optimizers)
         tables[table.name] = config
     return {
         "feature_configs": structures.encode(
@@ -187,8 +225,8 @@ def encode(
             row_optimizers.serialize(one, "An optimizer of this layer")
             for one in optimizers
         ],
-        "table_stacking": settings.table_stacking,
-        "invalid_ids": settings.invalid_ids,
+        "table_stacking": copy.deepcopy(settings.table_stacking),
+        "invalid_ids": copy.deepcopy(settings.invalid_ids),
         "update_stats": settings.update_stats,
         "pipeline_execution_with_tensor_core": (
             settings.pipeline_execution_with_tensor_core
@@ -205,8 +243,9 @@ def decode(config: Mapping[str, Any]) -> dict[str, Any]:
     ]
     tables = {}
     for table in config.pop("tables"):
-        number = table["optimizer"]
-        optimizer = None if number is None else optimizers[number]
+        optimizer = table["optimizer"]
+        if isinstance(optimizer, int):
+            optimizer = optimizers[optimizer]
         one = TableConfig.from_config({**table, "optimizer": None})
         one.optimizer = optimizer
         tables[one.name] = one
@@ -224,10 +263,20 @@ def _number(optimizer: Any, optimizers: list[Any]) -> int | None:
     if optimizer is None:
         return None
     for number, known in enumerate(optimizers):
-        if known is optimizer and not isinstance(known, str):
+        if known is optimizer:
             return number
     optimizers.append(optimizer)
     return len(optimizers) - 1
+
+
+def _without_name(optimizer: Any) -> Any:
+    """A config that is equal for optimizers of equal settings."""
+    config = row_optimizers.serialize(optimizer, "An optimizer of this layer")
+    if isinstance(config, str):
+        return config
+    settings = dict(config.get("config", {}))
+    settings.pop("name", None)
+    return {"class_name": config["class_name"], "config": settings}
 
 
 def _as_list(shape: Any) -> list[int | None] | None:
