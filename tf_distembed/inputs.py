@@ -16,7 +16,7 @@ ragged [[7, 7], [], [3]]      ids  7 7 3
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -41,7 +41,7 @@ class Bags:
         num_bags: Number of bags, an int or a scalar int32 tensor.
         weights: `[N]` float32, or None for weights of 1.
         present: `[N]` bool in the form for XLA, where nothing can be removed:
-            False for an id that was dropped or cut. Else None.
+            False for an id that was dropped or cut, or is padding. Else None.
         one_each: Every bag holds exactly one id, and no weight.
         leading_shape: Shape of the output before its last dimension, a
             sequence of ints and scalar tensors.
@@ -143,18 +143,13 @@ def check_feature(feature: Feature, ids: Any, weights: Any = None) -> None:
             weights that do not lie beside the ids.
     """
     _check_id_dtype(feature, ids)
-    shape = _static_shape(ids)
+    shape = _static_shape(feature, ids, "ids")
     rank = len(shape)
     kind = kind_of(ids)
     if rank not in (1, 2) or (kind == RAGGED and rank != 2):
         raise ValueError(
             f"{feature.where}: ids must have rank 1 or 2 (rank 2, ragged in "
             f"dimension 1, if ragged). Received: {kind} ids of shape {shape}"
-        )
-    if isinstance(ids, tf.RaggedTensor) and ids.ragged_rank != 1:
-        raise ValueError(
-            f"{feature.where}: ragged ids must be ragged in dimension 1 only. "
-            f"Received: ragged_rank={ids.ragged_rank}, shape {shape}"
         )
     _check_declared(feature, kind, shape)
     if weights is not None:
@@ -195,13 +190,15 @@ def _check_declared(
                 f"example (rank 1). Received: {kind} ids of shape {shape}. "
                 "Declare (batch, width) for several ids an example."
             )
-    elif kind == DENSE and declared[1] is not None:
-        if width is not None and width != declared[1]:
-            raise ValueError(
-                f"{feature.where}: input_shape={declared} declares "
-                f"{declared[1]} ids an example. Received: dense ids of shape "
-                f"{shape}"
-            )
+    elif (
+        kind == DENSE
+        and None not in (declared[1], width)
+        and width != declared[1]
+    ):
+        raise ValueError(
+            f"{feature.where}: input_shape={declared} declares {declared[1]} "
+            f"ids an example. Received: dense ids of shape {shape}"
+        )
 
 
 def _check_weights(feature: Feature, ids: Any, weights: Any) -> None:
@@ -211,7 +208,10 @@ def _check_weights(feature: Feature, ids: Any, weights: Any) -> None:
             f"{feature.where}: weights must have a float or integer dtype. "
             f"Received: dtype={dtype.name}"
         )
-    shapes = _static_shape(ids), _static_shape(weights)
+    shapes = (
+        _static_shape(feature, ids, "ids"),
+        _static_shape(feature, weights, "weights"),
+    )
     kinds = kind_of(ids), kind_of(weights)
     if kinds[0] != kinds[1]:
         raise ValueError(
@@ -219,10 +219,11 @@ def _check_weights(feature: Feature, ids: Any, weights: Any) -> None:
             f"one weight an id. Received: {kinds[0]} ids of shape {shapes[0]} "
             f"and {kinds[1]} weights of shape {shapes[1]}"
         )
-    if kinds[0] == DENSE and len(shapes[0]) != len(shapes[1]):
+    if len(shapes[0]) != len(shapes[1]):
         # [B] and [B, 1] are the same; weights per example of 2-D ids are not.
+        ranks = {len(shape) for shape in shapes}
         longer = max(shapes, key=len)
-        if longer[1] != 1:
+        if kinds[0] != DENSE or ranks != {1, 2} or longer[1] != 1:
             _raise_weight_shape(feature, *shapes)
     for size, weight_size in zip(*shapes, strict=False):
         if None not in (size, weight_size) and size != weight_size:
@@ -236,14 +237,16 @@ def _raise_weight_shape(feature: Feature, ids: Any, weights: Any) -> None:
     )
 
 
-def _static_shape(value: Any) -> tuple[int | None, ...]:
+def _static_shape(
+    feature: Feature, value: Any, what: str
+) -> tuple[int | None, ...]:
     shape = value.shape
     if isinstance(shape, tf.TensorShape):
         if shape.rank is None:
             raise ValueError(
-                "The rank of ids and weights must be known when a function is "
-                "traced. Received a tensor of unknown rank; give the function "
-                f"an input_signature, or use tf.ensure_shape. ({value!r})"
+                f"{feature.where}: {what} must have a rank that is known when "
+                f"a function is traced. Received: {value!r}. Give the function "
+                "an input_signature, or use tf.ensure_shape."
             )
         return tuple(shape.as_list())
     return tuple(shape)
@@ -271,6 +274,7 @@ def to_bags(
         checks: Collects what must be checked when the function runs.
     """
     flat = _flatten(feature, ids, weights, compiled, checks)
+    flat = _gated(flat, checks.run_early())
     narrow, bad = _out_of_range(feature, flat.ids)
     present = None
     dropped = None
@@ -280,6 +284,9 @@ def to_bags(
     else:
         checks.add_range_check(feature, flat.ids, bad)
     flat = dataclasses.replace(flat, ids=narrow)
+    if feature.padding_id is not None:
+        real = tf.not_equal(narrow, feature.padding_id)
+        present = real if present is None else present & real
     if present is not None and not compiled:
         flat, present = _keep(flat, present), None
     limit = _limit(feature, kind_of(ids))
@@ -332,12 +339,13 @@ def _flatten(
     if isinstance(ids, tf.SparseTensor):
         return _flatten_sparse(feature, ids, weights, compiled, checks)
     if weights is not None:
-        if None in (*_static_shape(ids), *_static_shape(weights)):
+        shapes = (*ids.shape.as_list(), *weights.shape.as_list())
+        if None in shapes:
             checks.add_equal(
                 feature, "shape", _shape_2d(ids), _shape_2d(weights), compiled
             )
         weights = tf.reshape(weights, [-1])
-    static = _static_shape(ids)
+    static = ids.shape.as_list()
     width = static[1] if len(static) == 2 else 1
     if (
         width is None
@@ -354,6 +362,20 @@ def _flatten(
         columns = tf.shape(ids)[1] if width is None else width
         bag = tf.repeat(tf.range(num_rows), columns)
     return _Flat(flat_ids, bag, num_rows, width, weights)
+
+
+def _gated(flat: _Flat, checks: list[tf.Operation]) -> _Flat:
+    """The same, once the checks have passed."""
+    if not checks:
+        return flat
+    with tf.control_dependencies(checks):
+        weights = flat.weights
+        return dataclasses.replace(
+            flat,
+            ids=tf.identity(flat.ids),
+            bag=tf.identity(flat.bag),
+            weights=None if weights is None else tf.identity(weights),
+        )
 
 
 def _shape_2d(dense: tf.Tensor) -> tf.Tensor:
@@ -376,7 +398,11 @@ def _flatten_sparse(
     if weights is not None and weights.indices is not indices:
         checks.add_equal(feature, "indices", indices, weights.indices, compiled)
     values = ids.values
-    weight_values = None if weights is None else weights.values
+    weight_values = None
+    if weights is not None:
+        # Before they are reordered alongside the ids.
+        with tf.control_dependencies(checks.run_early()):
+            weight_values = tf.identity(weights.values)
     rows = indices[:, 0]
     columns = indices[:, 1] if ids.shape.rank == 2 else tf.zeros_like(rows)
 
@@ -402,7 +428,7 @@ def _flatten_sparse(
         weight_values = tf.gather(weight_values, order)
     num_rows = tf.cast(ids.dense_shape[0], tf.int32)
     if not compiled:
-        rows = checks.rows_within(feature, rows, ids.dense_shape[0])
+        checks.add_rows_within(feature, rows, ids.dense_shape[0])
     return _Flat(values, tf.cast(rows, tf.int32), num_rows, None, weight_values)
 
 
@@ -498,14 +524,16 @@ def _keep(flat: _Flat, mask: tf.Tensor) -> _Flat:
 
 
 class Checks:
-    """The checks on values of all features of a call, made as one operation.
+    """The checks on values of all features of a call.
 
-    One error names every feature that is wrong, not the first.
+    Those of the ids' range become one operation, whose error names every
+    feature that is wrong, not the first. What must hold before the ids can be
+    worked on at all is checked early, feature by feature.
     """
 
     def __init__(self) -> None:
-        self._bad: list[tf.Tensor] = []
-        self._messages: list[Any] = []
+        self._last: list[_Check] = []
+        self._early: list[_Check] = []
 
     def add_range_check(
         self, feature: Feature, ids: tf.Tensor, bad: tf.Tensor
@@ -524,7 +552,7 @@ class Checks:
                 placeholder="{}",
             )
 
-        self._add(tf.reduce_any(bad), message)
+        self._last.append(_Check(tf.reduce_any(bad), message))
 
     def add_equal(
         self,
@@ -552,7 +580,7 @@ class Checks:
                 placeholder="{}",
             )
 
-        self._add(differ, message)
+        self._early.append(_Check(differ, message))
 
     def add_width(
         self, feature: Feature, width: tf.Tensor, expected: int
@@ -566,11 +594,11 @@ class Checks:
                 width,
             )
 
-        self._add(tf.not_equal(width, expected), message)
+        self._early.append(_Check(tf.not_equal(width, expected), message))
 
-    def rows_within(
+    def add_rows_within(
         self, feature: Feature, rows: tf.Tensor, num_rows: tf.Tensor
-    ) -> tf.Tensor:
+    ) -> None:
         """Reports sparse indices outside dense_shape; `rows` ascend."""
         outside = tf.reduce_any(rows[:1] < 0) | tf.reduce_any(
             rows[-1:] >= num_rows
@@ -584,33 +612,46 @@ class Checks:
                 placeholder="{}",
             )
 
-        self._add(outside, message)
-        return rows
+        self._early.append(_Check(outside, message))
 
-    def _add(self, bad: tf.Tensor, message: Any) -> None:
-        self._bad.append(bad)
-        self._messages.append(message)
+    def run_early(self) -> list[tf.Operation]:
+        """The operation that runs the early checks added since the last one.
 
-    def run(self) -> list[tf.Operation]:
-        """The operation that raises, to be made a control dependency.
+        To be made a control dependency; empty if there is nothing to check.
 
         Raises:
             tf.errors.InvalidArgumentError: when run, if any check fails.
         """
-        if not self._bad:
-            return []
-        bad = tf.stack(self._bad)
+        checks, self._early = self._early, []
+        return _run(checks)
 
-        def fail() -> tf.Tensor:
-            messages = [
-                tf.cond(flag, message, lambda: tf.constant(""))
-                for flag, message in zip(self._bad, self._messages, strict=True)
-            ]
-            found = tf.boolean_mask(tf.stack(messages), bad)
-            text = tf.strings.reduce_join(found, separator="\n")
-            check = tf.debugging.Assert(False, [text], summarize=10)
-            with tf.control_dependencies([check] if check is not None else []):
-                return tf.constant(False)
+    def run(self) -> list[tf.Operation]:
+        """As `run_early`, of all other checks."""
+        return _run(self._last)
 
-        result = tf.cond(tf.reduce_any(bad), fail, lambda: tf.constant(True))
-        return [result]
+
+@dataclasses.dataclass(frozen=True)
+class _Check:
+    """Whether it fails, a scalar, and a function that makes the message."""
+
+    fails: tf.Tensor
+    message: Callable[[], tf.Tensor]
+
+
+def _run(checks: Sequence[_Check]) -> list[tf.Operation]:
+    if not checks:
+        return []
+    fails = tf.stack([check.fails for check in checks])
+
+    def fail() -> tf.Tensor:
+        messages = [
+            tf.cond(check.fails, check.message, lambda: tf.constant(""))
+            for check in checks
+        ]
+        found = tf.boolean_mask(tf.stack(messages), fails)
+        text = tf.strings.reduce_join(found, separator="\n")
+        failed = tf.debugging.Assert(False, [text], summarize=10)
+        with tf.control_dependencies([failed] if failed is not None else []):
+            return tf.constant(False)
+
+    return [tf.cond(tf.reduce_any(fails), fail, lambda: tf.constant(True))]
