@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 # command line answers --help without TensorFlow.
 _PUBLIC = {
     "DistributedEmbedding": "layer",
+    "EmbedReduce": "embed_reduce",
     "FeatureConfig": "config",
     "TableConfig": "config",
     "load_tables": "state",
@@ -30,6 +31,7 @@ _SUBPACKAGES = ("datasets", "testing")
 
 __all__ = [
     "DistributedEmbedding",
+    "EmbedReduce",
     "FeatureConfig",
     "TableConfig",
     "load_tables",
@@ -38,6 +40,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from tf_distembed.config import FeatureConfig, TableConfig
+    from tf_distembed.embed_reduce import EmbedReduce
     from tf_distembed.layer import DistributedEmbedding
     from tf_distembed.state import load_tables, save_tables
 

@@ -25,6 +25,7 @@ class Feature:
         output_shape: As in its `FeatureConfig`.
         drops_invalid_ids: Whether ids outside the table are dropped instead
             of reported.
+        padding_id: An id that stands for no id, or None.
     """
 
     name: str
@@ -33,11 +34,26 @@ class Feature:
     input_shape: tuple[int | None, ...] | None
     output_shape: tuple[int | None, ...] | None
     drops_invalid_ids: bool
+    padding_id: int | None = None
 
     @property
     def where(self) -> str:
         """What an error calls this feature."""
         return f"Feature '{self.name}'"
+
+    @property
+    def expected_ids(self) -> str:
+        """What an error says about which ids there are."""
+        size = self.table.vocabulary_size
+        return (
+            f"table '{self.table.name}' has vocabulary_size={size}, so ids "
+            f"run from 0 to {size - 1}"
+        )
+
+    @property
+    def cure_of_ids(self) -> str:
+        """What an error says about ids outside the table."""
+        return "Fix the ids, or use invalid_ids='drop'."
 
     @property
     def is_combined(self) -> bool:

@@ -539,15 +539,12 @@ class Checks:
         self, feature: Feature, ids: tf.Tensor, bad: tf.Tensor
     ) -> None:
         """Reports ids outside the table of a feature that does not drop."""
-        size = feature.table.vocabulary_size
 
         def message() -> tf.Tensor:
             found = tf.boolean_mask(ids, bad)
             return tf.strings.format(
-                f"{feature.where}: table '{feature.table.name}' has "
-                f"vocabulary_size={size}, so ids run from 0 to {size - 1}. "
-                "Received: id {} ({} such ids in this batch). Fix the ids, or "
-                "use invalid_ids='drop'.",
+                f"{feature.where}: {feature.expected_ids}. Received: id {{}} "
+                f"({{}} such ids in this batch). {feature.cure_of_ids}",
                 (found[0], tf.size(found)),
                 placeholder="{}",
             )

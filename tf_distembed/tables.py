@@ -56,7 +56,7 @@ class EmbeddingTable(keras.layers.Layer):
             return self.embeddings.rows(ids)
         value = self.embeddings.value
         if self.embeddings.trainable:
-            return tf.gather(_densely_trained(value), ids)
+            return tf.gather(densely_trained(value), ids)
         return tf.gather(value, ids)
 
     def call(self, ids: tf.Tensor) -> tf.Tensor:
@@ -115,8 +115,8 @@ def _weight(initial: InitialValues, trainable: bool) -> keras.Variable:
     return variable
 
 
-def _densely_trained(table: tf.Variable) -> tf.Tensor:
-    """The whole table, whose gradient arrives dense.
+def densely_trained(table: Any) -> tf.Tensor:
+    """The whole of a variable or tensor, whose gradient arrives dense.
 
     Keras' optimizers do not sum the repeated ids of a sparse gradient, which
     two uses or two replicas bring; a dense one has nothing to sum.
