@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +18,13 @@ import keras
 import numpy as np
 
 from tf_distembed.layer import DistributedEmbedding
-from tf_distembed.table_state import Entry, TableState, check_entries
+from tf_distembed.table_state import Entry, Found, TableState, check_entries
 from tf_distembed.tables import STEP, VALUES
 
 INDEX = "index.json"
 FORMAT = 1
+
+_NPY_DTYPES = ("float16", "float32", "float64")
 
 
 def save_tables(
@@ -35,7 +37,8 @@ def save_tables(
     """Writes tables, their slots and step counts into a new directory.
 
     The directory appears whole or not at all: it is written beside its place
-    and moved there.
+    and renamed. A table of a dtype that `.npy` does not have (bfloat16) is
+    stored as float32, which loses nothing.
 
     Args:
         layer_or_model: A `DistributedEmbedding`, or a model that has some.
@@ -46,6 +49,7 @@ def save_tables(
     Raises:
         FileExistsError: `directory` exists and `overwrite` is False, or it is
             no directory of tables.
+        FileNotFoundError: its parent does not exist.
         ValueError: an unknown table, or a name that two layers use.
 
     Example:
@@ -71,19 +75,18 @@ def save_tables(
                 + ". Choose another directory"
                 + ("." if overwrite else ", or use overwrite=True.")
             )
+    if not target.parent.is_dir():
+        raise FileNotFoundError(
+            f"There is no directory '{target.parent}' to put "
+            f"'{target.name}' in. Make it first."
+        )
     chosen = _choose(_entries(layer_or_model), tables)
-    beside = pathlib.Path(
-        tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
-    )
+    beside = _beside(target)
+    beside.mkdir()
     try:
         index = []
         for number, (state, entry) in enumerate(chosen):
-            record: dict[str, Any] = {
-                "table": entry.table,
-                "slot": entry.slot,
-                "shape": list(entry.shape),
-                "dtype": entry.dtype,
-            }
+            record = entry.record()
             if entry.slot == STEP:
                 record["value"] = int(state.read(entry))
             else:
@@ -120,8 +123,8 @@ def load_tables(
 
     Raises:
         FileNotFoundError: no directory of tables there.
-        ValueError: a table or slot is missing or of another shape; all are
-            named and nothing is loaded.
+        ValueError: a table or slot is missing or of another shape or dtype;
+            all are named. Or a file is damaged. Nothing is loaded.
     """
     source = pathlib.Path(directory)
     if not (source / INDEX).is_file():
@@ -129,13 +132,7 @@ def load_tables(
             f"'{source}' is no directory of tables: it has no {INDEX}. "
             "save_tables writes one."
         )
-    index = json.loads((source / INDEX).read_text(encoding="utf-8"))
-    if index.get("format") != FORMAT:
-        raise ValueError(
-            f"'{source}' has format {index.get('format')}; this version reads "
-            f"format {FORMAT}."
-        )
-    records = index["entries"]
+    records = _read_index(source / INDEX)
     here = _entries(layer_or_model)
     chosen = _choose(here, tables)
     if tables is not None:
@@ -148,14 +145,20 @@ def load_tables(
     if not slots:
         chosen = [(s, e) for s, e in chosen if e.slot == VALUES]
         records = [r for r in records if r["slot"] == VALUES]
-    found = {f"{r['table']}:{r['slot']}": _open(source, r) for r in records}
+    arrays = {f"{r['table']}:{r['slot']}": _open(source, r) for r in records}
+    dtypes = [record["dtype"] for record in records]
     check_entries(
         [entry for _, entry in chosen],
-        {key: tuple(np.shape(value)) for key, value in found.items()},
+        {
+            key: Found(np.shape(array), dtype)
+            for (key, array), dtype in zip(arrays.items(), dtypes, strict=True)
+        },
         f"'{source}'",
+        "slots=False loads the values alone, strict=False the tables that "
+        "both sides have.",
     )
     for state, entry in chosen:
-        state.write(entry, found[entry.key])
+        state.write(entry, arrays[entry.key])
 
 
 def embedding_layers(layer_or_model: Any) -> list[DistributedEmbedding]:
@@ -178,23 +181,24 @@ def embedding_layers(layer_or_model: Any) -> list[DistributedEmbedding]:
     ]
     if not found:
         raise ValueError(
-            f"'{layer_or_model.name}' has no DistributedEmbedding layer."
+            f"'{layer_or_model.name}' has no DistributedEmbedding layer. If "
+            "it makes one in its build, call it once before."
         )
     return found
 
 
 def _entries(layer_or_model: Any) -> list[tuple[TableState, Entry]]:
     found = []
-    owner: dict[str, str] = {}
+    owner: dict[str, DistributedEmbedding] = {}
     for layer in embedding_layers(layer_or_model):
         state = layer.table_state()
         for entry in state.entries():
-            other = owner.setdefault(entry.table, layer.name)
-            if other != layer.name:
+            other = owner.setdefault(entry.table, layer)
+            if other is not layer:
                 raise ValueError(
-                    f"The layers '{other}' and '{layer.name}' both have a "
-                    f"table '{entry.table}'. Save and load each layer on its "
-                    "own, in a directory of its own."
+                    f"The layers '{other.name}' and '{layer.name}' both have "
+                    f"a table '{entry.table}'. Save and load each layer on "
+                    "its own, in a directory of its own."
                 )
             found.append((state, entry))
     return found
@@ -219,18 +223,47 @@ def _choose(
 
 
 def _write_npy(path: pathlib.Path, state: TableState, entry: Entry) -> None:
+    dtype = entry.dtype if entry.dtype in _NPY_DTYPES else "float32"
     file = np.lib.format.open_memmap(
-        path, mode="w+", dtype=np.float32, shape=entry.shape
+        path, mode="w+", dtype=np.dtype(dtype), shape=entry.shape
     )
     for start, values in state.read_blocks(entry):
         file[start : start + len(values)] = values
     file.flush()
 
 
+def _read_index(path: pathlib.Path) -> list[dict[str, Any]]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        version, records = index["format"], index["entries"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"'{path}' is damaged ({error!r}), and nothing was loaded."
+        ) from error
+    if version != FORMAT:
+        raise ValueError(
+            f"'{path.parent}' has format {version}; this version reads format "
+            f"{FORMAT}."
+        )
+    return records
+
+
 def _open(source: pathlib.Path, record: dict[str, Any]) -> Any:
     if "file" not in record:
         return np.asarray(record["value"], np.int64)
-    return np.load(source / record["file"], mmap_mode="r")
+    path = source / record["file"]
+    try:
+        return np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"'{path}', the '{record['slot']}' of table '{record['table']}', "
+            f"is missing or damaged ({error}), and nothing was loaded."
+        ) from error
+
+
+def _beside(target: pathlib.Path) -> pathlib.Path:
+    """A new name in the same directory, where a rename is atomic."""
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}")
 
 
 def _is_empty_directory(path: pathlib.Path) -> bool:
@@ -238,13 +271,18 @@ def _is_empty_directory(path: pathlib.Path) -> bool:
 
 
 def _move_into_place(beside: pathlib.Path, target: pathlib.Path) -> None:
-    """Replaces `target`; a reader sees the old or the new one, never a part."""
+    """Replaces `target`, which is never a part: old, new, or between renames.
+
+    If the second rename fails, the old directory is put back.
+    """
     if not target.exists():
         beside.rename(target)
         return
-    old = pathlib.Path(
-        tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent)
-    )
-    target.rename(old / target.name)
-    beside.rename(target)
+    old = _beside(target)
+    target.rename(old)
+    try:
+        beside.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
     shutil.rmtree(old, ignore_errors=True)

@@ -8,6 +8,7 @@ backend is ever written. A file is checked whole before anything is loaded.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,18 @@ class Entry:
     def key(self) -> str:
         """Its name in a file."""
         return f"{self.table}:{self.slot}"
+
+    def record(self) -> dict[str, Any]:
+        """What an index says of it."""
+        return {**dataclasses.asdict(self), "shape": list(self.shape)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a file holds under a key; a dtype of None may be any."""
+
+    shape: tuple[int | None, ...]
+    dtype: str | None = None
 
 
 class TableState:
@@ -124,7 +137,7 @@ class TableState:
         entries = self.entries()
         check_entries(
             entries,
-            {key: tuple(value.shape) for key, value in found.items()},
+            {key: Found(tuple(value.shape)) for key, value in found.items()},
             source,
         )
         for entry in entries:
@@ -137,19 +150,74 @@ class TableState:
         raise KeyError(table)
 
 
+class CheckpointIndex(tf.train.experimental.PythonState):
+    """The list of entries that goes into a `tf.train.Checkpoint`.
+
+    Of tensors, TensorFlow reads only those that an object asks for, and stops
+    at the first that is missing; the rest it ignores. It reads Python state
+    before any tensor: so this refuses a checkpoint that does not fit, with
+    all that is wrong, before anything is restored.
+
+    Args:
+        state: The state that is saved and restored.
+        layer: Name of the layer that has it.
+    """
+
+    def __init__(self, state: TableState, layer: str) -> None:
+        self._state = state
+        self._layer = layer
+
+    def serialize(self) -> str:
+        """The index as JSON."""
+        return json.dumps([entry.record() for entry in self._state.entries()])
+
+    def deserialize(self, string_value: str | bytes) -> None:
+        """Compares the index of a checkpoint with what the layer has.
+
+        Raises:
+            ValueError: they differ; all differences are named.
+        """
+        records = json.loads(string_value)
+        found = {
+            f"{record['table']}:{record['slot']}": Found(
+                tuple(record["shape"]), record["dtype"]
+            )
+            for record in records
+        }
+        check_entries(
+            self._state.entries(),
+            found,
+            f"The checkpoint read by layer '{self._layer}'",
+        )
+
+
 def check_entries(
     entries: Sequence[Entry],
-    found: Mapping[str, tuple[int | None, ...]],
+    found: Mapping[str, Found],
     source: str,
+    cure: str = "",
 ) -> None:
-    """Raises unless `found` has exactly these entries, in their shapes."""
-    expected = {entry.key: entry.shape for entry in entries}
-    problems = [f"'{key}' is missing" for key in expected if key not in found]
-    problems += [
-        f"'{key}' has shape {found[key]}, expected {shape}"
-        for key, shape in expected.items()
-        if key in found and tuple(found[key]) != tuple(shape)
-    ]
+    """Raises unless `found` has exactly these entries, as they are here.
+
+    Raises:
+        ValueError: with every entry that is missing, superfluous or of
+            another shape or dtype.
+    """
+    expected = {entry.key: entry for entry in entries}
+    problems = []
+    for key, entry in expected.items():
+        if key not in found:
+            problems.append(f"'{key}' is missing")
+            continue
+        other = found[key]
+        if tuple(other.shape) != entry.shape:
+            problems.append(
+                f"'{key}' has shape {other.shape}, expected {entry.shape}"
+            )
+        if other.dtype not in (None, entry.dtype):
+            problems.append(
+                f"'{key}' has dtype {other.dtype}, expected {entry.dtype}"
+            )
     problems += [
         f"'{key}' belongs to no table or slot here"
         for key in found
@@ -160,5 +228,5 @@ def check_entries(
             f"{source} does not fit this layer, and nothing was loaded: "
             + "; ".join(problems)
             + ". Entries are named 'table:slot'; another optimizer has other "
-            "slots."
+            "slots." + (f" {cure}" if cure else "")
         )
