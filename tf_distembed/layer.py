@@ -17,7 +17,7 @@ from tf_distembed.features import Feature, read_features
 from tf_distembed.id_statistics import DroppedIds
 from tf_distembed.inputs import DENSE, as_tensor, check_feature, kind_of
 from tf_distembed.stacking import check_stacking
-from tf_distembed.table_state import TableState
+from tf_distembed.table_state import CheckpointIndex, TableState
 from tf_distembed.tables import STEP, VALUES
 
 PREPROCESSED = "preprocessed_inputs_per_placement"
@@ -36,6 +36,7 @@ class _Parts:
     backends: dict[str, DefaultDeviceBackend]
     dropped: DroppedIds
     state: TableState
+    checkpoint_index: CheckpointIndex
 
 
 @keras.saving.register_keras_serializable(package="tf_distembed")
@@ -156,6 +157,7 @@ class DistributedEmbedding(keras.layers.Layer):
         self._settings = settings
         self._parts = parts
         self._table_layers = [
+        parts.checkpoint_index = CheckpointIndex(parts.state, self.name)
             backend.tables[table.name]
             for table in tables
             for backend in parts.backends.values()
@@ -314,9 +316,16 @@ class DistributedEmbedding(keras.layers.Layer):
             ValueError: an unknown table, a wrong shape or row id. Nothing is
                 set then.
         """
+            TypeError: no dict, or values that are no numbers.
         state = self._parts.state
         shapes = {e.table: e.shape for e in state.entries() if e.slot == VALUES}
         changes = [
+        if not isinstance(tables, Mapping):
+            raise TypeError(
+                "tables must be a dict {table name: values, or (row ids, "
+                f"values)}}. Received: {tables!r} (of type "
+                f"{type(tables).__name__})"
+            )
             (name, *layer_config.rows_and_values(name, given, shapes))
             for name, given in tables.items()
         ]
@@ -409,7 +418,7 @@ class DistributedEmbedding(keras.layers.Layer):
         # A checkpoint holds the logical state alone; a SavedModel needs every
         # variable that its functions use.
         if save_type == "checkpoint":
-            return {}
+            return {"table_index": self._parts.checkpoint_index}
         children = super()._trackable_children(save_type, **kwargs)
         return {**children, "_dropped_ids": self._parts.dropped.counts}
 
