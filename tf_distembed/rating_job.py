@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from tf_distembed.datasets import (
+    MovieLens,
+    RatingFeatures,
+    load_movielens_100k,
+)
 from tf_distembed.datasets._sources import replace_file
-from tf_distembed.datasets.movielens import MovieLens, load_movielens_100k
-from tf_distembed.datasets.rating_features import RatingFeatures
 from tf_distembed.rating_model import build_rating_model, rating_features
 
 MODEL_FILE = "model.keras"
@@ -28,6 +31,10 @@ RUN_FILE = "run.json"
 LOWEST, HIGHEST = 1.0, 5.0
 
 
+class RunError(Exception):
+    """A run that cannot go on, for a reason the user can mend."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What decides the result of a run; is written beside the model."""
@@ -35,7 +42,7 @@ class Settings:
     data_dir: str | None
     cache_dir: str | None
     epochs: int
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     batch_size: int
     embedding_dim: int
     history_size: int
@@ -51,14 +58,17 @@ def train(settings: Settings, output_dir: str) -> dict[str, Any]:
 
     Returns:
         `test_rmse` of the model in this process, `baseline_rmse` of the item
-        mean on the same ratings, `reload_max_abs_diff` between the
-        predictions of the two processes, `seconds` in all.
+        mean on the same ratings, and `reload_max_abs_diff`, the largest
+        difference between the predictions of the two processes.
 
     Raises:
         DataNotFoundError: The data is nowhere to be had.
-        RuntimeError: The second process failed; holds what it said.
+        OSError: `output_dir` cannot be written.
+        RunError: The data is too small to split, or the second process
+            failed; holds what it said.
     """
-    began = time.monotonic()
+    # Before the work, so that a folder that cannot be made costs none.
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
     keras.utils.set_random_seed(settings.seed)
     data, features, train_rows, test_rows = _load(settings)
     print(
@@ -72,11 +82,12 @@ def train(settings: Settings, output_dir: str) -> dict[str, Any]:
     batches = features.dataset(
         train_rows, settings.batch_size, shuffle_seed=settings.seed
     )
-    if settings.steps_per_epoch:
+    if settings.steps_per_epoch is not None:
         batches = batches.take(settings.steps_per_epoch)
     model.fit(
         batches,
         epochs=settings.epochs,
+        shuffle=False,  # The batches are shuffled already.
         # A bar that redraws itself is noise in a file.
         verbose=1 if sys.stdout.isatty() else 2,
     )
@@ -100,7 +111,6 @@ def train(settings: Settings, output_dir: str) -> dict[str, Any]:
         "test_rmse": test_rmse,
         "baseline_rmse": baseline_rmse,
         "reload_max_abs_diff": difference,
-        "seconds": round(time.monotonic() - began, 2),
     }
 
 
@@ -125,7 +135,7 @@ def evaluate(
     Raises:
         DataNotFoundError: The data is nowhere to be had.
         OSError: The model or its `run.json` cannot be read.
-        ValueError: The data is not what the model was trained on, or
+        RunError: The data is not what the model was trained on, or
             `run.json` is damaged.
     """
     path = Path(model_path)
@@ -137,7 +147,7 @@ def evaluate(
     )
     data, features, _, test_rows = _load(settings)
     if _fingerprint(data) != fingerprint:
-        raise ValueError(
+        raise RunError(
             f"{path} was trained on other ratings than those from "
             f"{data.source}, so its test part is not known; use the data it "
             "was trained on"
@@ -145,7 +155,9 @@ def evaluate(
     model = keras.saving.load_model(path)
     predicted = _predict(model, features, test_rows, settings.batch_size)
     if predictions_path is not None:
-        np.save(predictions_path, predicted)
+        content = io.BytesIO()
+        np.save(content, predicted)
+        replace_file(Path(predictions_path), content.getvalue())
     return {
         "test_rmse": _rmse(predicted, data.rating[test_rows]),
         "baseline_rmse": _baseline_rmse(data, features, test_rows),
@@ -156,7 +168,12 @@ def _load(
     settings: Settings,
 ) -> tuple[MovieLens, RatingFeatures, np.ndarray, np.ndarray]:
     data = load_movielens_100k(settings.data_dir, cache_dir=settings.cache_dir)
-    train_rows, test_rows = data.split(settings.test_fraction, settings.seed)
+    try:
+        train_rows, test_rows = data.split(
+            settings.test_fraction, settings.seed
+        )
+    except ValueError as error:
+        raise RunError(str(error)) from error
     features = RatingFeatures(
         data, train_rows, history_size=settings.history_size
     )
@@ -189,14 +206,13 @@ def _fingerprint(data: MovieLens) -> str:
     """Changes with every rating, and with who rated what."""
     crc = 0
     for part in (data.user, data.item, data.rating):
-        crc = zlib.crc32(np.ascontiguousarray(part), crc)
+        crc = zlib.crc32(part.tobytes(), crc)
     return f"{len(data.rating)}-{crc:08x}"
 
 
 def _save(
     model: keras.Model, settings: Settings, data: MovieLens, folder: Path
 ) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     path = (folder / MODEL_FILE).resolve()
     # A crash while saving leaves the model of the run before.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving.") as scratch:
@@ -226,7 +242,7 @@ def _read_run(path: Path) -> tuple[Settings, str]:
         run = json.loads(path.read_text(encoding="utf-8"))
         return Settings(**run["settings"]), run["data"]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(
+        raise RunError(
             f"{path} is not what `train` writes beside a model: {error!r}"
         ) from error
 
@@ -254,7 +270,7 @@ def _predict_in_new_process(model_path: Path) -> np.ndarray:
             check=False,
         )
         if done.returncode:
-            raise RuntimeError(
+            raise RunError(
                 "the process that loads the model again ended with exit code "
                 f"{done.returncode}:\n{done.stdout}{done.stderr}"
             )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import keras
 
-import tf_distembed as tde
+from tf_distembed.config import FeatureConfig, TableConfig
 from tf_distembed.datasets.movielens import AGE_GROUPS, MovieLens
+from tf_distembed.layer import DistributedEmbedding
 
 #: Features of one id a rating, fed as int64 `[B]`.
 SINGLE = ("user", "item", "age_group", "occupation")
@@ -15,69 +16,61 @@ BAGS = ("genres", "history")
 
 def rating_features(
     data: MovieLens, embedding_dim: int, history_size: int
-) -> dict[str, tde.FeatureConfig]:
+) -> dict[str, FeatureConfig]:
     """Six features on five tables, each table with its own optimizer.
 
     `item` and `history` look up in one table: what an item is, is learned
     from the ratings of it and from the histories that it stands in.
     """
-    # Adagrad slows down for rows that come often, which suits items of very
+    # Adagrad slows down on rows that come often, which suits items of very
     # unequal popularity; a user's few ratings want Adam's even steps; the
-    # small tables see thousands of gradients a step and are held back.
-    users = tde.TableConfig(
-        "user",
-        data.num_users,
-        embedding_dim,
-        initializer=keras.initializers.RandomNormal(stddev=0.05),
-        optimizer=keras.optimizers.Adam(0.002),
-    )
-    items = tde.TableConfig(
-        "item",
-        data.num_items,
-        embedding_dim,
-        initializer=keras.initializers.RandomNormal(stddev=0.05),
-        optimizer=keras.optimizers.Adagrad(0.1),
-        # Keeps the length of a history from deciding how loud it is.
-        combiner="sqrtn",
-    )
-    genres = tde.TableConfig(
-        "genre",
-        len(data.genre_names),
-        embedding_dim,
-        initializer=keras.initializers.RandomNormal(stddev=0.05),
-        optimizer=keras.optimizers.Adagrad(0.05),
-        combiner="mean",
-    )
-    age_groups = tde.TableConfig(
-        "age_group",
-        len(AGE_GROUPS),
-        embedding_dim,
-        initializer=keras.initializers.RandomNormal(stddev=0.05),
-        optimizer=keras.optimizers.SGD(0.05),
-    )
-    occupations = tde.TableConfig(
-        "occupation",
-        len(data.occupation_names),
-        embedding_dim,
-        initializer=keras.initializers.RandomNormal(stddev=0.05),
-        optimizer=keras.optimizers.SGD(0.05),
-    )
-    one, bag = (None,), (None, None)
-    row = (None, embedding_dim)
+    # rows of the three small tables come in every batch, and plain steps do.
+    vocabularies = {
+        "user": data.num_users,
+        "item": data.num_items,
+        "genre": len(data.genre_names),
+        "age_group": len(AGE_GROUPS),
+        "occupation": len(data.occupation_names),
+    }
+    optimizers = {
+        "user": keras.optimizers.Adam(0.002),
+        "item": keras.optimizers.Adagrad(0.1),
+        "genre": keras.optimizers.Adagrad(0.05),
+        "age_group": keras.optimizers.SGD(0.05),
+        "occupation": keras.optimizers.SGD(0.05),
+    }
+    # "sqrtn" keeps the length of a history from deciding how loud it is, and
+    # bears weights of both signs, whose sum a mean would divide by.
+    combiners = {"item": "sqrtn"}
+    tables = {
+        name: TableConfig(
+            name,
+            vocabulary,
+            embedding_dim,
+            initializer=keras.initializers.RandomNormal(stddev=0.05),
+            optimizer=optimizers[name],
+            combiner=combiners.get(name, "mean"),
+        )
+        for name, vocabulary in vocabularies.items()
+    }
+    looked_up_in = dict(zip(SINGLE, SINGLE, strict=True)) | {
+        "genres": "genre",
+        "history": "item",
+    }
+    input_shapes = {"genres": (None, None), "history": (None, history_size)}
     return {
-        "user": tde.FeatureConfig("user", users, one, row),
-        "item": tde.FeatureConfig("item", items, one, row),
-        "age_group": tde.FeatureConfig("age_group", age_groups, one, row),
-        "occupation": tde.FeatureConfig("occupation", occupations, one, row),
-        "genres": tde.FeatureConfig("genres", genres, bag, row),
-        "history": tde.FeatureConfig(
-            "history", items, (None, history_size), row
-        ),
+        feature: FeatureConfig(
+            feature,
+            tables[table],
+            input_shapes.get(feature, (None,)),
+            (None, embedding_dim),
+        )
+        for feature, table in looked_up_in.items()
     }
 
 
 def build_rating_model(
-    features: dict[str, tde.FeatureConfig], mean_rating: float
+    features: dict[str, FeatureConfig], mean_rating: float
 ) -> keras.Model:
     """A functional model for the batches of `RatingFeatures.dataset`.
 
@@ -88,7 +81,9 @@ def build_rating_model(
     Returns:
         A compiled model; inputs by name, output float32 `[B, 1]`.
     """
-    inputs = {name: keras.Input((), dtype="int64", name=name) for name in SINGLE}
+    inputs = {
+        name: keras.Input((), dtype="int64", name=name) for name in SINGLE
+    }
     for name in BAGS:
         weights = f"{name}_weights"
         inputs[name] = keras.Input(
@@ -97,7 +92,7 @@ def build_rating_model(
         inputs[weights] = keras.Input(
             (None,), dtype="float32", ragged=True, name=weights
         )
-    layer = tde.DistributedEmbedding(features, name="embedding")
+    layer = DistributedEmbedding(features, name="embedding")
     found = layer(
         {name: inputs[name] for name in features},
         weights={name: inputs.get(f"{name}_weights") for name in features},
