@@ -117,7 +117,7 @@ class DefaultDeviceBackend(base.Backend):
         """Each distinct row once, and the place of every id among them."""
         sizes = [tf.size(part) for part in ids]
         if len(stack.tables) == 1:
-            unique_ids, places = tf.unique(_concat(ids))
+            unique_ids, places = _unique(_concat(ids))
             rows = self.tables[stack.tables[0].name].rows(unique_ids)
             return rows, _split(places, sizes)
         dtype = tf.int32 if stack.num_rows < 2**31 else tf.int64
@@ -126,7 +126,7 @@ class DefaultDeviceBackend(base.Backend):
             tf.cast(part, dtype) + offset[feature.table]
             for feature, part in zip(stack.features, ids, strict=True)
         ]
-        unique_ids, places = tf.unique(tf.concat(shifted, 0))
+        unique_ids, places = _unique(tf.concat(shifted, 0))
         # Ascending by table, though not within one.
         table_of = tf.searchsorted(
             tf.constant(stack.offsets[1:], dtype), unique_ids, side="right"
@@ -194,6 +194,16 @@ class DefaultDeviceBackend(base.Backend):
         variable = self.tables[table].step
         if variable is not None:
             variable.value.assign(tf.cast(step, variable.dtype))
+
+
+def _unique(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The distinct ids, and the place of each id among them.
+
+    TensorFlow's graph optimizer takes unique -> gather -> sparse segment
+    reduction apart and reduces the whole table, which it reads and copies in
+    every step. It does not look through an operation of two outputs.
+    """
+    return tuple(tf.identity_n(tf.unique(ids)))
 
 
 def _optimizer_key(table: TableConfig, optimizer: Any) -> Any:
