@@ -1,0 +1,1 @@
+"""Measurements, always as ratios of two things run interleaved."""
