@@ -209,7 +209,10 @@ class Ftrl(RowRule):
         l2 = self.l2_regularization_strength + self.beta / (2.0 * learning_rate)
         quadratic = raised / learning_rate + 2.0 * l2
         l1 = self.l1_regularization_strength
-        new = (tf.clip_by_value(linear, -l1, l1) - linear) / quadratic
+        # Of a row with an accumulator of 0 and gradients of 0, both are 0.
+        new = tf.math.divide_no_nan(
+            tf.clip_by_value(linear, -l1, l1) - linear, quadratic
+        )
         return new, {"accumulator": total, "linear": linear}
 
 
