@@ -199,11 +199,13 @@ class DefaultDeviceBackend(base.Backend):
 def _unique(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """The distinct ids, and the place of each id among them.
 
-    TensorFlow's graph optimizer takes unique -> gather -> sparse segment
-    reduction apart and reduces the whole table, which it reads and copies in
-    every step. It does not look through an operation of two outputs.
+    TensorFlow's graph optimizer turns unique -> gather -> sparse segment
+    reduction into a reduction over the whole table, which it then reads, and
+    copies, in every step. The maximum, which changes nothing, is there
+    because the optimizer neither removes it nor looks through it.
     """
-    return tuple(tf.identity_n(tf.unique(ids)))
+    unique_ids, places = tf.unique(ids)
+    return tf.maximum(unique_ids, 0), places
 
 
 def _optimizer_key(table: TableConfig, optimizer: Any) -> Any:
