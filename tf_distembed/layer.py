@@ -54,7 +54,8 @@ class DistributedEmbedding(keras.layers.Layer):
     Args:
         feature_configs: A nested structure (dict, list, tuple, namedtuple) of
             `FeatureConfig`, or a single one. Inputs, weights and outputs have
-            the same structure.
+            the same structure. A `tf.tpu.experimental.embedding.FeatureConfig`
+            may stand for one.
         table_stacking: Which tables are looked up together: `"auto"` (those
             of equal width and optimizer), None (each alone), or lists of
             table names. It never changes a result.
@@ -133,7 +134,9 @@ class DistributedEmbedding(keras.layers.Layer):
             ),
             sparse_core_embedding_config=sparse_core_embedding_config,
         )
-        leaves = layer_config.feature_leaves(feature_configs, PREPROCESSED)
+        leaves = layer_config.feature_leaves(
+            feature_configs, PREPROCESSED, self.variable_dtype
+        )
         features, tables = read_features(leaves, invalid_ids)
         check_stacking(table_stacking, [table.name for table in tables])
         placed = placements.place(tables, settings)
@@ -154,10 +157,10 @@ class DistributedEmbedding(keras.layers.Layer):
                     parts.dropped,
                 )
         parts.state = TableState(list(parts.backends.values()))
+        parts.checkpoint_index = CheckpointIndex(parts.state, self.name)
         self._settings = settings
         self._parts = parts
         self._table_layers = [
-        parts.checkpoint_index = CheckpointIndex(parts.state, self.name)
             backend.tables[table.name]
             for table in tables
             for backend in parts.backends.values()
@@ -313,19 +316,19 @@ class DistributedEmbedding(keras.layers.Layer):
                 again; for whole tables, the step count too.
 
         Raises:
+            TypeError: no dict, or values that are no numbers.
             ValueError: an unknown table, a wrong shape or row id. Nothing is
                 set then.
         """
-            TypeError: no dict, or values that are no numbers.
-        state = self._parts.state
-        shapes = {e.table: e.shape for e in state.entries() if e.slot == VALUES}
-        changes = [
         if not isinstance(tables, Mapping):
             raise TypeError(
                 "tables must be a dict {table name: values, or (row ids, "
                 f"values)}}. Received: {tables!r} (of type "
                 f"{type(tables).__name__})"
             )
+        state = self._parts.state
+        shapes = {e.table: e.shape for e in state.entries() if e.slot == VALUES}
+        changes = [
             (name, *layer_config.rows_and_values(name, given, shapes))
             for name, given in tables.items()
         ]

@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_distembed import initial_values, row_optimizers, structures
+from tf_distembed import (
+    initial_values,
+    native_configs,
+    row_optimizers,
+    structures,
+)
 from tf_distembed.config import FeatureConfig, TableConfig
 from tf_distembed.features import Feature
 
@@ -55,15 +60,19 @@ class Settings:
 
 
 def feature_leaves(
-    feature_configs: Any, reserved: str
+    feature_configs: Any, reserved: str, variable_dtype: str
 ) -> list[tuple[structures.Path, FeatureConfig]]:
     """(path, configuration) of every feature, in flat order.
+
+    Native `tf.tpu.experimental.embedding` configurations come back as ours.
 
     Raises:
         TypeError: a leaf that is no `FeatureConfig`.
         ValueError: no feature at all, or one with the reserved name.
     """
-    leaves = structures.flatten(feature_configs)
+    leaves = native_configs.translate(
+        structures.flatten(feature_configs), variable_dtype
+    )
     if not leaves:
         raise ValueError(
             "feature_configs must hold at least one FeatureConfig. "
