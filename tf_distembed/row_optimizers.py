@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -152,9 +153,9 @@ def rule_of(optimizer: Any, where: str) -> row_rules.RowRule:
         name,
     )
     settings = {
-        field: getattr(optimizer, field)
-        for field in rule.__dataclass_fields__
-        if hasattr(optimizer, field)
+        field.name: getattr(optimizer, field.name)
+        for field in dataclasses.fields(rule)
+        if hasattr(optimizer, field.name)
     }
     if rule is row_rules.Sgd and is_native(optimizer):
         settings = {}
@@ -179,8 +180,11 @@ def serialize(optimizer: Any, where: str) -> Any:
             "be written to a config. Use a float, or a Keras optimizer with a "
             "LearningRateSchedule."
         )
-    fields = rule_of(optimizer, where).__dataclass_fields__
-    settings = {f: getattr(optimizer, f) for f in fields}
+    settings = {
+        field.name: getattr(optimizer, field.name)
+        for field in dataclasses.fields(rule_of(optimizer, where))
+        if hasattr(optimizer, field.name)
+    }
     settings["learning_rate"] = float(optimizer.learning_rate)
     name = _NATIVE_PREFIX + type(optimizer).__name__
     return {"class_name": name, "config": settings}
