@@ -7,6 +7,7 @@ without it, so what needs it is imported inside the commands.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -244,4 +245,7 @@ def _indented(text: str) -> str:
 
 
 if __name__ == "__main__":
+    # Progress is seen as it is made, also through a pipe.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     sys.exit(main(sys.argv[1:]))

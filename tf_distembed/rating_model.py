@@ -22,9 +22,9 @@ def rating_features(
     `item` and `history` look up in one table: what an item is, is learned
     from the ratings of it and from the histories that it stands in.
     """
-    # Adagrad slows down on rows that come often, which suits items of very
-    # unequal popularity; a user's few ratings want Adam's even steps; the
-    # rows of the three small tables come in every batch, and plain steps do.
+    # Adagrad slows down on rows that come often, which suits items and genres
+    # of very unequal popularity; a user's few ratings want Adam's even steps;
+    # age groups and occupations come in every batch, and plain steps do.
     vocabularies = {
         "user": data.num_users,
         "item": data.num_items,
@@ -53,7 +53,7 @@ def rating_features(
         )
         for name, vocabulary in vocabularies.items()
     }
-    looked_up_in = dict(zip(SINGLE, SINGLE, strict=True)) | {
+    looked_up_in = {name: name for name in SINGLE} | {
         "genres": "genre",
         "history": "item",
     }
