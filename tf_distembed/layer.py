@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,11 +13,10 @@ import tensorflow as tf
 from tf_distembed import layer_config, placements, structures
 from tf_distembed.backends.base import Backend
 from tf_distembed.backends.default_device import DefaultDeviceBackend
-from tf_distembed.backends.stack_lookup import RowReader, StackLookup
 from tf_distembed.features import Feature, read_features
 from tf_distembed.id_statistics import DroppedIds
 from tf_distembed.inputs import DENSE, as_tensor, check_feature, kind_of
-from tf_distembed.stacking import check_stacking, make_stacks
+from tf_distembed.stacking import check_stacking
 from tf_distembed.table_state import CheckpointIndex, TableState
 from tf_distembed.tables import STEP, VALUES
 
@@ -39,7 +37,6 @@ class _Parts:
     dropped: DroppedIds
     state: TableState
     checkpoint_index: CheckpointIndex
-    reading: StackLookup | None = None
 
 
 @keras.saving.register_keras_serializable(package="tf_distembed")
@@ -256,10 +253,6 @@ class DistributedEmbedding(keras.layers.Layer):
         """Looks up and combines; see the class."""
         ids, weight = self._flat_inputs(inputs, weights)
         outputs: list[Any] = [None] * len(ids)
-        if self._parts.reading is not None:
-            found = self._parts.reading(ids, weight, unique=False)
-            outputs = [tf.cast(one, self.compute_dtype) for one in found]
-            return structures.pack(self._parts.structure, outputs)
         for backend in self._parts.backends.values():
             where = self._positions(backend)
             found = backend.lookup(
@@ -382,27 +375,6 @@ class DistributedEmbedding(keras.layers.Layer):
     def table_state(self) -> TableState:
         """The logical state of the tables, for saving and loading."""
         return self._parts.state
-
-    @contextlib.contextmanager
-    def reading_rows(self, readers: Mapping[str, RowReader]) -> Iterator[None]:
-        """While entered, the layer only looks up, in rows from `readers`.
-
-        An export traces a model so: whatever the placement of a table, its
-        features are looked up on the device in use, and nothing is counted.
-
-        Args:
-            readers: For each table a function from ids `[N]` to rows
-                `[N, embedding_dim]`.
-        """
-        parts = self._parts
-        tables = list(dict.fromkeys(f.table for f in parts.features))
-        widths = {t.name: {"embedding_dim": t.embedding_dim} for t in tables}
-        stacks = make_stacks(tables, parts.features, "auto", widths)
-        parts.reading = StackLookup(parts.features, stacks, readers, None)
-        try:
-            yield
-        finally:
-            parts.reading = None
 
     def get_config(self) -> dict[str, Any]:
         """The configuration, with each shared table and optimizer once."""
