@@ -1,10 +1,11 @@
 """The buffer in which a TPU gets its host's sorted batch.
 
-`host_ops` draws it; this is the last of the operations described there.
+`host_ops` draws it; `to_csr` is the last of the operations described there,
+and `entries` reads the buffer as the chips do.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,3 +95,74 @@ def to_csr(
 def aligned(size: int) -> int:
     """The next multiple of 8."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Entries(NamedTuple):
+    """What one chip looks up in one stack of tables.
+
+    Attributes:
+        samples: int32 `[n]`, the row among the chip's activations.
+        rows: int32 `[n]`, the row of the stack: all shards, one after the
+            other.
+        gains: float32 `[n]`, what the row counts in the sample.
+    """
+
+    samples: np.ndarray
+    rows: np.ndarray
+    gains: np.ndarray
+
+
+def entries(
+    row_pointers: np.ndarray,
+    sample_ids: np.ndarray,
+    row_ids: np.ndarray,
+    gains: np.ndarray,
+    *,
+    sparsecores: int,
+    shards: int,
+    samples: int,
+    rows_per_shard: int,
+) -> Entries:
+    """Reads the buffer of one chip.
+
+    Args:
+        row_pointers: Of `to_csr`, as are the next three.
+        sample_ids: The sample among those of its SparseCore.
+        row_ids: The row in its shard.
+        gains: What the row counts in the sample.
+        sparsecores: SparseCores of the chip.
+        shards: SparseCores of all chips.
+        samples: Rows of the chip's activations.
+        rows_per_shard: Rows of the stack in one shard.
+
+    Raises:
+        ValueError: A sample or a row lies outside of where it must be. A TPU
+            would read or write some other place.
+    """
+    pointers = row_pointers[: sparsecores * aligned(shards)]
+    ends = pointers.reshape(sparsecores, -1)[:, :shards].ravel()
+    before = np.concatenate([[0], ends[:-1]])
+    starts = -(-before // ALIGNMENT) * ALIGNMENT
+    counts = ends - starts
+    group = np.repeat(np.arange(ends.size), counts)
+    place = np.arange(group.size) + np.repeat(
+        starts - np.cumsum(counts) + counts, counts
+    )
+    core, shard = group // shards, group % shards
+    sample, row = sample_ids[place], row_ids[place]
+    per_core = samples // sparsecores
+    for values, limit, name in (
+        (sample, per_core, "sample of a SparseCore"),
+        (row, rows_per_shard, "row of a table's shard"),
+    ):
+        outside = values[(values < 0) | (values >= limit)]
+        if outside.size:
+            raise ValueError(
+                f"A {name} must lie in [0, {limit}). Received: {outside[0]}. "
+                "Is an id outside of [0, vocabulary size)?"
+            )
+    return Entries(
+        (core * per_core + sample).astype(np.int32),
+        (shard * rows_per_shard + row).astype(np.int32),
+        gains[place],
+    )

@@ -1,32 +1,39 @@
-"""What the SparseCores do: lookups and row updates, in plain TensorFlow.
+"""What the SparseCores do: lookups and row updates.
 
 A table is sharded over all SparseCores of all chips, and every chip's batch
-may ask for any row, so each function here takes the operands of all chips.
+may ask for any row, so each operation is done here for all chips at once.
 
-One chip's batch arrives as the host operations left it (`host_ops` draws the
-layout): for each SparseCore of the chip, the entries are grouped by the
-SparseCore that holds the row, each entry a `(sample, row, gain)`. With gains
-g, rows e and the gradient y' of the activations y,
+A batch is a list of entries, each a sample, a row, and a gain g (`host_ops`
+has made them of ids, weights and combiner). With rows e and the gradient y'
+of the activations y,
 
-    y[sample] = sum over its entries of g * e[row]
-    e'[row]   = sum over all entries of the row, of all chips, of g * y'[sample]
+    y[sample] = sum over the sample's entries of g * e[row]
+    e'[row]   = sum over the row's entries, of all chips, of g * y'[sample]
 
 and then the optimizer takes one step on every row that has an entry; other
 rows and their slots do not change.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import tensorflow as tf
 
-from tf_distembed.testing import optimizer_steps
-from tf_distembed.testing.csr_buffers import ALIGNMENT
+from tf_distembed.testing import csr_buffers, optimizer_steps
 
-_LOOKUP = "XlaSparseDenseMatmulWith"
+_LOOKUPS = (
+    "XlaSparseDenseMatmulWithStaticBufferSize",
+    "XlaSparseDenseMatmulWithCsrInput",
+)
 _UPDATE = "XlaSparseDenseMatmulGradWith"
-_ENDINGS = ("AndStaticBufferSize", "AndCsrInput")
-_LOOKUPS = (f"{_LOOKUP}StaticBufferSize", f"{_LOOKUP}CsrInput")
+_UPDATE_ENDINGS = ("AndStaticBufferSize", "AndCsrInput")
+# The inputs that hold a chip's batch.
+_BATCH = (
+    "row_pointers",
+    "sorted_sample_ids",
+    "sorted_token_ids",
+    "sorted_gains",
+)
 
 
 def is_sparsecore_op(kind: str) -> bool:
@@ -36,7 +43,7 @@ def is_sparsecore_op(kind: str) -> bool:
 
 def _optimizer_of(kind: str) -> str:
     """The optimizer in the name of an update, or nothing."""
-    for ending in _ENDINGS:
+    for ending in _UPDATE_ENDINGS:
         if kind.startswith(_UPDATE) and kind.endswith(ending):
             return kind.removeprefix(_UPDATE).removesuffix(ending)
     return ""
@@ -57,22 +64,20 @@ def sparsecore_op(
     Returns:
         For each of its outputs, the value on each chip.
     """
-    named = dict(
-        zip(
-            (argument.name for argument in operation.op_def.input_arg),
-            inputs,
-            strict=True,
-        )
-    )
-    batches = [
-        Batch(pointers, samples, rows, gains, sparsecores_per_chip)
-        for pointers, samples, rows, gains in zip(*inputs[:4], strict=True)
-    ]
+    names = [argument.name for argument in operation.op_def.input_arg]
+    named = dict(zip(names, inputs, strict=True))
+    tables = named["embedding_table"]
+    batch = [named[name] for name in _BATCH]
+    whole = tf.concat(tables, axis=0)
     if operation.type in _LOOKUPS:
-        tables = [
-            _quantized(operation, table) for table in named["embedding_table"]
-        ]
-        return [lookup(batches, tables, operation.get_attr("input_size"))]
+        samples = operation.get_attr("input_size")
+        entries = _entries(batch, whole, samples, sparsecores_per_chip)
+        whole = _quantized(operation, whole)
+        return [lookup(entries, whole, samples, len(tables))]
+    gradients = named["activation_gradients"]
+    entries = _entries(
+        batch, whole, tf.shape(gradients[0])[0], sparsecores_per_chip
+    )
     step = optimizer_steps.STEPS[_optimizer_of(operation.type)]
     settings = {key: operation.get_attr(key) for key in step.settings}
     limits = (
@@ -81,160 +86,108 @@ def sparsecore_op(
     )
 
     def take_step(
-        gradient: tf.Tensor, rows: list[tf.Tensor], learning_rate: tf.Tensor
+        gradient: tf.Tensor, rows: list[tf.Tensor]
     ) -> list[tf.Tensor]:
+        # The learning rate is the same on all chips.
+        learning_rate = named["learning_rate"][0]
         table, *slots = step.function(gradient, rows, learning_rate, **settings)
         return [tf.clip_by_value(table, *limits), *slots]
 
-    return update(
-        batches,
-        named["activation_gradients"],
-        [named[key] for key in ("embedding_table", *step.slots)],
-        named["learning_rate"][0],
-        take_step,
+    slots = [tf.concat(named[name], axis=0) for name in step.slots]
+    moved = update(
+        entries, tf.concat(gradients, axis=0), [whole, *slots], take_step
     )
+    return [tf.split(each, len(tables)) for each in moved]
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """One chip's lookups, for one stack of tables.
+def _entries(
+    batch: Sequence[Sequence[tf.Tensor]],
+    table: tf.Tensor,
+    samples: tf.Tensor | int,
+    sparsecores_per_chip: int,
+) -> csr_buffers.Entries:
+    """The entries of all chips, their samples numbered through."""
+    chips = len(batch[0])
+    shards = chips * sparsecores_per_chip
 
-    Attributes:
-        row_pointers: int32; for each SparseCore of the chip and each
-            SparseCore of all chips, where the entries of that pair end.
-        sample_ids: int32 `[n]`, the sample among those of its SparseCore.
-        row_ids: int32 `[n]`, the row in its shard.
-        gains: float32 `[n]`.
-        sparsecores: SparseCores of the chip.
-    """
+    def read(
+        samples: np.ndarray, rows: np.ndarray, *buffers: np.ndarray
+    ) -> list[np.ndarray]:
+        parts = [
+            csr_buffers.entries(
+                *buffers[chip::chips],
+                sparsecores=sparsecores_per_chip,
+                shards=shards,
+                samples=int(samples),
+                rows_per_shard=int(rows) // shards,
+            )
+            for chip in range(chips)
+        ]
+        for chip, part in enumerate(parts):
+            part.samples[:] += np.int32(chip * samples)
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
-    row_pointers: tf.Tensor
-    sample_ids: tf.Tensor
-    row_ids: tf.Tensor
-    gains: tf.Tensor
-    sparsecores: int
-
-    def entries(
-        self, shards: int
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-        """SparseCore, shard, sample, row and gain of every entry, flat."""
-        pointers = tf.reshape(
-            self.row_pointers[: self.sparsecores * _aligned(shards)],
-            [self.sparsecores, _aligned(shards)],
-        )
-        ends = tf.reshape(pointers[:, :shards], [-1])
-        # A group begins where the one before it ended, at the next multiple
-        # of 8.
-        starts = _aligned(tf.concat([[0], ends[:-1]], axis=0))
-        place = tf.range(tf.size(self.sample_ids))
-        group = tf.searchsorted(ends, place, side="right")
-        last = self.sparsecores * shards - 1
-        known = tf.minimum(group, last)
-        used = (group <= last) & (place >= tf.gather(starts, known))
-        place = tf.boolean_mask(place, used)
-        group = tf.boolean_mask(group, used)
-        return (
-            group // shards,
-            group % shards,
-            tf.gather(self.sample_ids, place),
-            tf.gather(self.row_ids, place),
-            tf.gather(self.gains, place),
-        )
-
-
-def _aligned(size: tf.Tensor | int) -> tf.Tensor | int:
-    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    columns = tf.numpy_function(
+        read,
+        [
+            samples,
+            tf.shape(table)[0],
+            *(each for part in batch for each in part),
+        ],
+        [tf.int32, tf.int32, tf.float32],
+    )
+    for column in columns:
+        column.set_shape([None])
+    return csr_buffers.Entries(*columns)
 
 
 def lookup(
-    batches: Sequence[Batch], tables: Sequence[tf.Tensor], samples: int
+    entries: csr_buffers.Entries, table: tf.Tensor, samples: int, chips: int
 ) -> list[tf.Tensor]:
     """The activations of each chip, `[samples, width]`.
 
     Args:
-        batches: One a chip.
-        tables: The part of the stack on each chip, `[SparseCores * rows of a
-            shard, width]`.
-        samples: Rows of all features of the stack in one chip's batch.
+        entries: Of all chips, as tensors.
+        table: All shards of the stack, `[rows, width]`.
+        samples: Rows of one chip's activations.
+        chips: How many there are.
     """
-    whole, shards, rows_per_shard = _joined(batches, tables)
-    activations = []
-    for batch in batches:
-        core, shard, sample, row, gain = batch.entries(shards)
-        per_core = samples // batch.sparsecores
-        checks = [
-            tf.debugging.assert_less(
-                row,
-                rows_per_shard,
-                "An id lies beyond its table: its row is not in the shard.",
-            ),
-            tf.debugging.assert_less(
-                sample, per_core, "A sample lies beyond its SparseCore."
-            ),
-        ]
-        with tf.control_dependencies(checks):
-            rows = tf.gather(whole, shard * rows_per_shard + row)
-        activations.append(
-            tf.math.unsorted_segment_sum(
-                rows * gain[:, tf.newaxis], core * per_core + sample, samples
-            )
-        )
-    return activations
+    rows = tf.gather(table, entries.rows) * entries.gains[:, tf.newaxis]
+    activations = tf.math.unsorted_segment_sum(
+        rows, entries.samples, samples * chips
+    )
+    return tf.split(activations, chips)
 
 
 def update(
-    batches: Sequence[Batch],
-    gradients: Sequence[tf.Tensor],
-    state: Sequence[Sequence[tf.Tensor]],
-    learning_rate: tf.Tensor,
-    take_step: Callable[..., list[tf.Tensor]],
-) -> list[list[tf.Tensor]]:
+    entries: csr_buffers.Entries,
+    gradient: tf.Tensor,
+    state: Sequence[tf.Tensor],
+    take_step: Callable[[tf.Tensor, list[tf.Tensor]], list[tf.Tensor]],
+) -> list[tf.Tensor]:
     """One optimizer step on all rows that were looked up.
 
     Args:
-        batches: One a chip.
-        gradients: Of each chip's activations, `[samples, width]`.
-        state: The table and its slots, each with its part on each chip.
-        learning_rate: Scalar.
-        take_step: `(gradient, [table rows, slot rows...], learning rate)` ->
-            the rows after the step.
+        entries: Of all chips, as tensors.
+        gradient: Of the activations of all chips, `[chips * samples, width]`.
+        state: The table and its slots, all shards, each `[rows, width]`.
+        take_step: `(gradient, [table rows, slot rows...])` -> the rows after
+            the step.
 
     Returns:
         `state` after the step.
     """
-    whole, shards, rows_per_shard = _joined(batches, state[0])
-    rows, parts = [], []
-    for batch, gradient in zip(batches, gradients, strict=True):
-        core, shard, sample, row, gain = batch.entries(shards)
-        per_core = tf.shape(gradient)[0] // batch.sparsecores
-        rows.append(shard * rows_per_shard + row)
-        parts.append(
-            tf.gather(gradient, core * per_core + sample) * gain[:, tf.newaxis]
-        )
-    touched, place = tf.unique(tf.concat(rows, axis=0))
+    touched, place = tf.unique(entries.rows)
     total = tf.math.unsorted_segment_sum(
-        tf.concat(parts, axis=0), place, tf.size(touched)
+        tf.gather(gradient, entries.samples) * entries.gains[:, tf.newaxis],
+        place,
+        tf.size(touched),
     )
-    joined = [whole, *(tf.concat(slot, axis=0) for slot in state[1:])]
-    moved = take_step(
-        total, [tf.gather(each, touched) for each in joined], learning_rate
-    )
+    rows = take_step(total, [tf.gather(each, touched) for each in state])
     return [
-        tf.split(
-            tf.tensor_scatter_nd_update(each, touched[:, tf.newaxis], new),
-            len(batches),
-        )
-        for each, new in zip(joined, moved, strict=True)
+        tf.tensor_scatter_nd_update(each, touched[:, tf.newaxis], new)
+        for each, new in zip(state, rows, strict=True)
     ]
-
-
-def _joined(
-    batches: Sequence[Batch], tables: Sequence[tf.Tensor]
-) -> tuple[tf.Tensor, int, tf.Tensor]:
-    """All shards of a table, how many there are, and the rows of each."""
-    whole = tf.concat(tables, axis=0)
-    shards = sum(batch.sparsecores for batch in batches)
-    return whole, shards, tf.shape(whole)[0] // shards
 
 
 def _quantized(operation: tf.Operation, table: tf.Tensor) -> tf.Tensor:

@@ -73,8 +73,8 @@ def check(program: ReplicaProgram, *, dynamic_batch: bool) -> None:
     ):
         if composite:
             marks.composite.add(tensor.name)
-        elif dynamic_batch and not tensor.shape.is_fully_defined():
-            marks.dynamic.add(tensor.name)
+        elif not tensor.shape.is_fully_defined():
+            (marks.dynamic if dynamic_batch else marks.refused).add(tensor.name)
     for outer, inner in program.graph.captures:
         if not inner.shape.is_fully_defined():
             marks.dynamic.add(inner.name)
@@ -95,6 +95,7 @@ class _Marks:
     Attributes:
         composite: Parts of ragged and sparse inputs.
         dynamic: Sizes may be unknown, for those of the replica's inputs are.
+        refused: Inputs of unknown size where the RunOptions forbid it.
         host: Results of host blocks.
         device: Results of compiled operations.
         variables: Handles of the strategy's variables.
@@ -103,6 +104,7 @@ class _Marks:
 
     composite: set[str] = dataclasses.field(default_factory=set)
     dynamic: set[str] = dataclasses.field(default_factory=set)
+    refused: set[str] = dataclasses.field(default_factory=set)
     host: set[str] = dataclasses.field(default_factory=set)
     device: set[str] = dataclasses.field(default_factory=set)
     variables: set[str] = dataclasses.field(default_factory=set)
@@ -115,6 +117,7 @@ class _Marks:
         for marked, same in (
             (self.composite, other.composite),
             (self.dynamic, other.dynamic),
+            (self.refused, other.refused),
             (self.host, other.host),
             (self.device, other.device),
             (self.variables, other.variables),
@@ -244,6 +247,12 @@ class _Checker:
                 operation,
                 "takes a part of a ragged or sparse input, of shape "
                 f"{tensor.shape}. Use such inputs in host blocks only.",
+            )
+        elif tensor.name in marks.refused:
+            self._report(
+                operation,
+                f"takes an input of shape {tensor.shape}; with these "
+                "RunOptions all its sizes must be known.",
             )
         elif (
             tensor.name in marks.host
