@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,15 +17,20 @@ class DroppedIds:
     no layer: it is neither a weight nor part of any saved state.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], *, on_host: bool = False) -> None:
         self._names = list(names)
         with tf.init_scope():
-            self.counts = tf.Variable(
-                tf.zeros([len(self._names)], tf.int64),
-                trainable=False,
-                synchronization=tf.VariableSynchronization.ON_READ,
-                aggregation=tf.VariableAggregation.SUM,
-                name="dropped_ids",
+            zeros = tf.zeros([len(self._names)], tf.int64)
+            self.counts: Any = (
+                _HostCounts(zeros)
+                if on_host
+                else tf.Variable(
+                    zeros,
+                    trainable=False,
+                    synchronization=tf.VariableSynchronization.ON_READ,
+                    aggregation=tf.VariableAggregation.SUM,
+                    name="dropped_ids",
+                )
             )
 
     def add(self, dropped: dict[str, tf.Tensor | None]) -> None:
@@ -42,4 +50,36 @@ class DroppedIds:
 
     def reset(self) -> None:
         """Starts again from 0."""
-        self.counts.assign(tf.zeros_like(self.counts))
+        self.counts.assign(tf.zeros([len(self._names)], tf.int64))
+
+
+class _HostCounts:
+    """A resource on the host that no strategy distributes.
+
+    A variable made in the scope of a TPU's strategy lives on the chips; what
+    is counted on the host, for all of them, must not.
+    """
+
+    def __init__(self, value: tf.Tensor) -> None:
+        with tf.device("CPU:0"):
+            self._handle = tf.raw_ops.VarHandleOp(
+                dtype=value.dtype,
+                shape=value.shape,
+                shared_name=uuid.uuid4().hex,
+            )
+            self.assign(value)
+
+    def assign(self, value: tf.Tensor) -> None:
+        tf.raw_ops.AssignVariableOp(resource=self._handle, value=value)
+
+    def assign_add(self, value: tf.Tensor) -> None:
+        tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=value)
+
+    def read_value(self) -> tf.Tensor:
+        return tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at interpreter shutdown
+            tf.raw_ops.DestroyResourceOp(
+                resource=self._handle, ignore_lookup_error=True
+            )

@@ -535,6 +535,10 @@ class Checks:
         self._last: list[_Check] = []
         self._early: list[_Check] = []
 
+    def add(self, fails: tf.Tensor, message: Callable[[], tf.Tensor]) -> None:
+        """Adds a check: whether it fails, and what makes the message."""
+        self._last.append(_Check(fails, message))
+
     def add_range_check(
         self, feature: Feature, ids: tf.Tensor, bad: tf.Tensor
     ) -> None:
@@ -549,7 +553,7 @@ class Checks:
                 placeholder="{}",
             )
 
-        self._last.append(_Check(tf.reduce_any(bad), message))
+        self.add(tf.reduce_any(bad), message)
 
     def add_equal(
         self,

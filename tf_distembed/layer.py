@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,11 +13,11 @@ import tensorflow as tf
 
 from tf_distembed import layer_config, placements, structures
 from tf_distembed.backends.base import Backend
-from tf_distembed.backends.default_device import DefaultDeviceBackend
+from tf_distembed.backends.factory import make_backends
+from tf_distembed.backends.stack_lookup import RowReader, StackLookup, tie
 from tf_distembed.features import Feature, read_features
-from tf_distembed.id_statistics import DroppedIds
 from tf_distembed.inputs import DENSE, as_tensor, check_feature, kind_of
-from tf_distembed.stacking import check_stacking
+from tf_distembed.stacking import check_stacking, make_stacks
 from tf_distembed.table_state import CheckpointIndex, TableState
 from tf_distembed.tables import STEP, VALUES
 
@@ -33,10 +34,10 @@ class _Parts:
     structure: Any
     features: list[Feature]
     compiles_once = True
-    backends: dict[str, DefaultDeviceBackend]
-    dropped: DroppedIds
+    backends: dict[str, Backend]
     state: TableState
     checkpoint_index: CheckpointIndex
+    reading: StackLookup | None = None
 
 
 @keras.saving.register_keras_serializable(package="tf_distembed")
@@ -144,27 +145,27 @@ class DistributedEmbedding(keras.layers.Layer):
         parts = _Parts()
         parts.structure = structures.map_leaves(feature_configs, lambda _: None)
         parts.features = features
-        parts.dropped = DroppedIds([feature.name for feature in features])
-        parts.backends = {}
         with keras.name_scope(self.name, caller=self):
-            for placement, own in placed.items():
-                parts.backends[placement] = DefaultDeviceBackend(
-                    [f for f in features if f.table in own],
-                    own,
-                    optimizers,
-                    settings.table_stacking,
-                    self.variable_dtype,
-                    parts.dropped,
-                )
+            parts.backends = make_backends(
+                placed,
+                features,
+                optimizers,
+                settings,
+                self.variable_dtype,
+                self.name,
+            )
         parts.state = TableState(list(parts.backends.values()))
         parts.checkpoint_index = CheckpointIndex(parts.state, self.name)
         self._settings = settings
         self._parts = parts
-        self._table_layers = [
-            backend.tables[table.name]
-            for table in tables
-            for backend in parts.backends.values()
-            if table.name in backend.tables
+        # Where Keras finds variables: a sub-layer a table, or what stands for
+        # tables that are no Keras variables.
+        found = [backend.keras_parts() for backend in parts.backends.values()]
+        by_name = {k: part for one in found for k, part in one.items()}
+        order = [table.name for table in tables]
+        self._table_layers = [by_name[k] for k in order if k in by_name]
+        self._other_variables = [
+            part for k, part in by_name.items() if k not in order
         ]
         self.built = True
 
@@ -253,6 +254,10 @@ class DistributedEmbedding(keras.layers.Layer):
         """Looks up and combines; see the class."""
         ids, weight = self._flat_inputs(inputs, weights)
         outputs: list[Any] = [None] * len(ids)
+        if self._parts.reading is not None:
+            found = self._parts.reading(ids, weight, unique=False)
+            outputs = [tf.cast(one, self.compute_dtype) for one in found]
+            return structures.pack(self._parts.structure, outputs)
         for backend in self._parts.backends.values():
             where = self._positions(backend)
             found = backend.lookup(
@@ -261,7 +266,10 @@ class DistributedEmbedding(keras.layers.Layer):
                 bool(training),
             )
             for i, output in zip(where, found, strict=True):
-                outputs[i] = tf.cast(output, self.compute_dtype)
+                outputs[i] = output
+        if len(self._parts.backends) > 1:
+            outputs = tie(outputs)
+        outputs = [tf.cast(one, self.compute_dtype) for one in outputs]
         return structures.pack(self._parts.structure, outputs)
 
     def compute_output_spec(
@@ -367,14 +375,40 @@ class DistributedEmbedding(keras.layers.Layer):
         Returns:
             `{"dropped": {feature name: number of dropped ids}}`.
         """
-        statistics = {"dropped": self._parts.dropped.read()}
+        counters = [one.dropped for one in self._parts.backends.values()]
+        counts = {k: n for one in counters for k, n in one.read().items()}
+        statistics = {
+            "dropped": {f.name: counts[f.name] for f in self._parts.features}
+        }
         if reset:
-            self._parts.dropped.reset()
+            for one in counters:
+                one.reset()
         return statistics
 
     def table_state(self) -> TableState:
         """The logical state of the tables, for saving and loading."""
         return self._parts.state
+
+    @contextlib.contextmanager
+    def reading_rows(self, readers: Mapping[str, RowReader]) -> Iterator[None]:
+        """While entered, the layer only looks up, in rows from `readers`.
+
+        An export traces a model so: whatever the placement of a table, its
+        features are looked up on the device in use, and nothing is counted.
+
+        Args:
+            readers: For each table a function from ids `[N]` to rows
+                `[N, embedding_dim]`.
+        """
+        parts = self._parts
+        tables = list(dict.fromkeys(f.table for f in parts.features))
+        widths = {t.name: {"embedding_dim": t.embedding_dim} for t in tables}
+        stacks = make_stacks(tables, parts.features, "auto", widths)
+        parts.reading = StackLookup(parts.features, stacks, readers, None)
+        try:
+            yield
+        finally:
+            parts.reading = None
 
     def get_config(self) -> dict[str, Any]:
         """The configuration, with each shared table and optimizer once."""
@@ -423,7 +457,10 @@ class DistributedEmbedding(keras.layers.Layer):
         if save_type == "checkpoint":
             return {"table_index": self._parts.checkpoint_index}
         children = super()._trackable_children(save_type, **kwargs)
-        return {**children, "_dropped_ids": self._parts.dropped.counts}
+        for placement, backend in self._parts.backends.items():
+            if isinstance(backend.dropped.counts, tf.Variable):
+                children[f"_dropped_ids_{placement}"] = backend.dropped.counts
+        return children
 
     def _is_preprocessed(self, inputs: Any) -> bool:
         return isinstance(inputs, Mapping) and set(inputs) == {PREPROCESSED}

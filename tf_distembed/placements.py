@@ -46,14 +46,14 @@ def _placement(table: TableConfig) -> str:
     available = has_sparsecores()
     if table.placement == DEFAULT_DEVICE:
         return DEFAULT_DEVICE
-    if table.placement == SPARSECORE or available:
+    if available:
+        return SPARSECORE
+    if table.placement == SPARSECORE:
         strategy = tf.distribute.get_strategy()
-        found = "which is not supported yet"
-        if not available:
-            found = "which needs a TPU with SparseCores and its TPUStrategy"
         raise ValueError(
-            f"Table '{table.name}' has placement '{SPARSECORE}', {found}. "
-            f"Received: {type(strategy).__name__}. Make the layer inside the "
-            "scope of such a strategy, or use placement='default_device'."
+            f"Table '{table.name}' has placement '{SPARSECORE}', which needs a "
+            "TPU with SparseCores and its TPUStrategy. Received: "
+            f"{type(strategy).__name__}. Make the layer inside the scope of "
+            "such a strategy, or use placement='default_device'."
         )
     return DEFAULT_DEVICE

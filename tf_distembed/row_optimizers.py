@@ -11,12 +11,15 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from tf_distembed import row_rules
+
+if TYPE_CHECKING:
+    from tf_distembed.config import TableConfig
 
 Schedule = keras.optimizers.schedules.LearningRateSchedule
 
@@ -266,6 +269,11 @@ class RowOptimizer(keras.optimizers.Optimizer):
         self.native = native
         self.slots: dict[str, keras.Variable] = {}
 
+    @property
+    def in_use(self) -> Any:
+        """The object whose `learning_rate` may be reassigned."""
+        return self if self.native is not None else self._learning_rate.source
+
     def make_slots(self, table: keras.Variable) -> None:
         """Makes the slots of `table`, beside it and of its shape."""
         strategy = tf.distribute.get_strategy()
@@ -321,6 +329,24 @@ class RowOptimizer(keras.optimizers.Optimizer):
 
     def load_own_variables(self, store: Any) -> None:
         """Reads nothing: the layer reads this state by table and slot."""
+
+
+def stack_key(table: TableConfig, optimizer: Any) -> Any:
+    """What must be equal of the optimizers of two tables to share a stack.
+
+    Equal names and configs are equal; a given object equals only itself,
+    since its learning rate may be reassigned.
+
+    Args:
+        table: Says how the optimizer was given.
+        optimizer: The object in use, or None.
+    """
+    if optimizer is None or not table.trainable:
+        return (table.trainable, None)
+    if isinstance(table.optimizer, (str, Mapping)):
+        rule = rule_of(optimizer, f"Table '{table.name}'")
+        return (rule, repr(serialize(table.optimizer, "")).lower())
+    return ("object", id(optimizer))
 
 
 def write_rows(variable: tf.Variable, ids: tf.Tensor, rows: tf.Tensor) -> None:

@@ -88,6 +88,13 @@ class TableState:
             rows = backend.read_rows(entry.table, entry.slot, start, stop)
             yield start, np.asarray(rows)
 
+    def values_variable(self, table: str) -> tf.Variable | None:
+        """The variable that holds a table's rows, if one device has them all.
+
+        Of replicas that hold the same rows, the first one's.
+        """
+        return self._backend_of(table).values_variable(table)
+
     def write(self, entry: Entry, value: Any) -> None:
         """Overwrites a whole entry, block by block.
 
@@ -140,8 +147,17 @@ class TableState:
             {key: Found(tuple(value.shape)) for key, value in found.items()},
             source,
         )
+        self.check_steps(
+            {e.table: int(found[e.key]) for e in entries if e.slot == STEP}
+        )
         for entry in entries:
             self.write(entry, found[entry.key])
+
+    def check_steps(self, steps: Mapping[str, int]) -> None:
+        """Raises for step counts that the tables cannot all have."""
+        for backend in self._backends:
+            here = backend.slot_shapes()
+            backend.check_steps({k: n for k, n in steps.items() if k in here})
 
     def _backend_of(self, table: str) -> Backend:
         for backend in self._backends:

@@ -61,7 +61,7 @@ class TableVariable(keras.Variable):
     @property
     def overwrite_with_gradient(self) -> bool:
         """True; raises if the optimizer asking has a setting that breaks."""
-        for optimizer, _ in _optimizer_calls():
+        for optimizer, _ in optimizer_calls():
             if optimizer.use_ema:
                 raise ValueError(
                     f"Table '{self.table_name}': the model's optimizer "
@@ -122,7 +122,7 @@ class TableVariable(keras.Variable):
             ValueError: an optimizer hands over a dense gradient, or the
                 strategy in use did not make this table.
         """
-        calls = _optimizer_calls()
+        calls = optimizer_calls()
         if not calls:
             return super().assign(value)
         # Eagerly, Keras has one table updated before it comes to the next:
@@ -255,7 +255,7 @@ def _many_replicas() -> Any:
     return context
 
 
-def _optimizer_calls() -> list[_Call]:
+def optimizer_calls() -> list[_Call]:
     """The methods of Keras optimizers that are running, innermost first.
 
     A variable is told neither who assigns to it nor what the value means; the

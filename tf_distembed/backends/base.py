@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tf_distembed.features import Feature
+from tf_distembed.id_statistics import DroppedIds
 
 
 class Backend(abc.ABC):
@@ -18,11 +19,13 @@ class Backend(abc.ABC):
         placement: `"default_device"` or `"sparsecore"`.
         features: The features placed here, in flat order.
         optimizers: table name -> optimizer in use, for those with their own.
+        dropped: Counts the dropped ids of these features.
     """
 
     placement: ClassVar[str]
     features: Sequence[Feature]
     optimizers: dict[str, Any]
+    dropped: DroppedIds
 
     @abc.abstractmethod
     def lookup(
@@ -50,6 +53,10 @@ class Backend(abc.ABC):
     def slot_dtype(self, table: str) -> str:
         """Name of the dtype of a table and its slots."""
 
+    def values_variable(self, table: str) -> tf.Variable | None:
+        """A variable of one device that holds all rows, if there is one."""
+        return None
+
     @abc.abstractmethod
     def read_rows(
         self, table: str, slot: str, start: int, stop: int
@@ -67,6 +74,22 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def read_step(self, table: str) -> tf.Tensor | None:
         """A table's step count, or None if it has no optimizer of its own."""
+
+    @abc.abstractmethod
+    def keras_parts(self) -> dict[str, Any]:
+        """What the layer holds for Keras to find.
+
+        For a table that is a Keras variable, its name -> its sub-layer; any
+        other name -> a variable.
+        """
+
+    def check_steps(self, steps: dict[str, int]) -> None:  # noqa: B027
+        """Raises for step counts that these tables cannot all have.
+
+        Args:
+            steps: table name -> the step count it is to get; other tables
+                keep theirs.
+        """
 
     @abc.abstractmethod
     def write_step(self, table: str, step: Any) -> None:
