@@ -268,6 +268,19 @@ def test_batches_of_unknown_and_different_size(strategy) -> None:
     assert [each.numpy().tolist() for each in got.values] == [[2, 3, 4], []]
 
 
+def test_batches_of_different_known_sizes(strategy) -> None:
+    batches = distributed(strategy, (tf.ones([3, 2]), tf.ones([1, 2])))
+    shapes = []
+
+    def fn(x):
+        shapes.append(x.shape.as_list())
+        return x * 2
+
+    got = tf.function(lambda: strategy.run(fn, args=(batches,)))()
+    assert [each.shape for each in got.values] == [(3, 2), (1, 2)]
+    assert shapes == [[None, 2]]
+
+
 def test_loop_over_a_distributed_dataset(strategy) -> None:
     dataset = tf.data.Dataset.from_tensor_slices(tf.range(24.0)).batch(8)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_distembed.testing import collectives, device_ops
+from tf_distembed.testing import collectives, device_ops, xla_indices
 from tf_distembed.testing.private_tensorflow import (
     add_function,
     function_graph,
@@ -212,14 +212,12 @@ class _Builder:
         controls = self._controls(operation)
         copies = []
         for chip, device in enumerate(self.chips):
+            own = [value[chip] for value in inputs]
             with tf.device(host or device), tf.control_dependencies(controls):
-                copies.append(
-                    _copy(
-                        operation,
-                        [value[chip] for value in inputs],
-                        f"chip_{chip}/{operation.name}",
-                    )
-                )
+                if host is None:
+                    own = xla_indices.as_on_a_tpu(operation, own)
+                name = f"chip_{chip}/{operation.name}"
+                copies.append(_copy(operation, own, name))
         self._set(
             operation,
             [

@@ -98,11 +98,13 @@ class EmulatedTPUExtended(TPUExtended):
 
         def run_replicas(args: Any, kwargs: Any) -> Any:
             self.check_active()
+            dynamic_batch = options.experimental_enable_dynamic_batch_size
+            if dynamic_batch:
+                args, kwargs = tf.nest.map_structure(
+                    _of_one_shape, (args, kwargs)
+                )
             program = self._trace(fn, args, kwargs or {}, options)
-            replica_checks.check(
-                program,
-                dynamic_batch=options.experimental_enable_dynamic_batch_size,
-            )
+            replica_checks.check(program, dynamic_batch=dynamic_batch)
             return chip_execution.build(
                 program,
                 chips=self.worker_devices,
@@ -126,9 +128,9 @@ class EmulatedTPUExtended(TPUExtended):
     ) -> ReplicaProgram:
         """Traces a replica as TPUStrategy does, into a graph of its own."""
         graph = FuncGraph("replica")
-        # A TPU pads the rows of a batch whose size the trace does not know
-        # to the largest of the replicas, and masks the padding out. The CPU
-        # takes each replica's rows as they are.
+        # A TPU pads the rows of a batch of unknown size to the largest of
+        # the replicas, and masks the padding out. The CPU takes each
+        # replica's rows as they are.
         options = tf.distribute.RunOptions(
             experimental_enable_dynamic_batch_size=False,
             experimental_bucketizing_dynamic_shape=False,
@@ -212,6 +214,27 @@ def replacements(
             (tpu_embedding_v3, "xla_ops", host_kernels.HostKernels())
         )
     return replaced
+
+
+def _of_one_shape(value: Any) -> Any:
+    """A batch of different sizes on the chips as one of unknown size.
+
+    A TPU pads these too; a trace, which is one for all chips, cannot hold two
+    shapes.
+    """
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return value
+    parts: tuple[Any, ...] = tuple(value.values)
+    if not all(isinstance(part, tf.Tensor) for part in parts):
+        return value
+    shape = parts[0].shape
+    for part in parts:
+        shape = shape.most_specific_compatible_shape(part.shape)
+    if all(part.shape == shape for part in parts) or shape.rank is None:
+        return value
+    return type(value)(
+        tuple(tf.compat.v1.placeholder_with_default(p, shape) for p in parts)
+    )
 
 
 def _composite_inputs(args: Any, kwargs: Any) -> list[bool]:
