@@ -12,13 +12,18 @@ import numpy as np
 import tensorflow as tf
 
 from tf_distembed import layer_config, placements, structures
+from tf_distembed.backends import compilation
 from tf_distembed.backends.base import Backend
 from tf_distembed.backends.factory import make_backends
 from tf_distembed.backends.stack_lookup import RowReader, StackLookup, tie
 from tf_distembed.features import Feature, read_features
 from tf_distembed.inputs import DENSE, as_tensor, check_feature, kind_of
 from tf_distembed.stacking import check_stacking, make_stacks
-from tf_distembed.table_state import CheckpointIndex, TableState
+from tf_distembed.table_state import (
+    CheckpointIndex,
+    TableState,
+    keep_out_of_checkpoints,
+)
 from tf_distembed.tables import STEP, VALUES
 
 PREPROCESSED = "preprocessed_inputs_per_placement"
@@ -167,6 +172,8 @@ class DistributedEmbedding(keras.layers.Layer):
         self._other_variables = [
             part for k, part in by_name.items() if k not in order
         ]
+        for variable in self.weights:
+            keep_out_of_checkpoints(variable)
         self.built = True
 
     @classmethod
@@ -257,6 +264,12 @@ class DistributedEmbedding(keras.layers.Layer):
         if self._parts.reading is not None:
             found = self._parts.reading(ids, weight, unique=False)
             outputs = [tf.cast(one, self.compute_dtype) for one in found]
+            return structures.pack(self._parts.structure, outputs)
+        if compilation.infers_shapes():
+            outputs = [
+                self._zeros(feature, one)
+                for feature, one in zip(self._parts.features, ids, strict=True)
+            ]
             return structures.pack(self._parts.structure, outputs)
         for backend in self._parts.backends.values():
             where = self._positions(backend)
@@ -461,6 +474,22 @@ class DistributedEmbedding(keras.layers.Layer):
             if isinstance(backend.dropped.counts, tf.Variable):
                 children[f"_dropped_ids_{placement}"] = backend.dropped.counts
         return children
+
+    def _zeros(self, feature: Feature, ids: Any) -> tf.Tensor:
+        """What has the shape and dtype of a feature's output."""
+        static = _output_shape(feature, tuple(ids.shape))
+        if isinstance(ids, tf.SparseTensor):
+            dynamic = ids.dense_shape
+        elif isinstance(ids, tf.RaggedTensor):
+            dynamic = ids.bounding_shape()
+        else:
+            dynamic = tf.shape(ids)
+        shape = [
+            dynamic[i] if size is None else size
+            for i, size in enumerate(static)
+        ]
+        zeros = tf.zeros(tf.stack(shape), self.compute_dtype)
+        return tf.ensure_shape(zeros, static)
 
     def _is_preprocessed(self, inputs: Any) -> bool:
         return isinstance(inputs, Mapping) and set(inputs) == {PREPROCESSED}

@@ -218,15 +218,18 @@ def _sum_repeated(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Sums the gradients of each id; XLA keeps the repeats, each with the sum.
 
-    Shapes that depend on the ids lose rows under XLA without an error, so
-    there every place of an id carries the whole sum, and all places of one id
-    write the same row.
+    Shapes that depend on the ids lose rows under XLA without an error, and a
+    TPU does not have them. There every place of an id carries the whole sum,
+    and all places of one id write the same row.
     """
-    unique_ids, place = tf.unique(ids)
     if compilation.compiled_by_xla():
-        count = tf.size(ids)
-        total = tf.math.unsorted_segment_sum(gradient, place, count)
+        order = tf.argsort(ids, stable=True)
+        ids, gradient = tf.gather(ids, order), tf.gather(gradient, order)
+        is_next = tf.cast(tf.not_equal(ids[1:], ids[:-1]), tf.int32)
+        place = tf.pad(tf.cumsum(is_next), [[1, 0]])[: tf.size(ids)]
+        total = tf.math.unsorted_segment_sum(gradient, place, tf.size(ids))
         return ids, tf.gather(total, place)
+    unique_ids, place = tf.unique(ids)
     count = tf.size(unique_ids)
     return unique_ids, tf.math.unsorted_segment_sum(gradient, place, count)
 

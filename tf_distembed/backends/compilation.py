@@ -1,4 +1,4 @@
-"""The one place that knows whether XLA compiles what is being traced."""
+"""The one place that knows what the graph being traced is for."""
 
 from __future__ import annotations
 
@@ -17,3 +17,14 @@ def compiled_by_xla() -> bool:
     if tf.executing_eagerly():
         return False
     return private_tensorflow.in_xla_context()
+
+
+def infers_shapes() -> bool:
+    """Whether Keras traces only to learn shapes, and throws the graph away.
+
+    It does so once before the first step of `fit`, outside any replica.
+    """
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    return getattr(graph, "name", "").startswith("scratch_graph")

@@ -8,9 +8,10 @@ variables.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -250,18 +251,22 @@ class SparseCoreBackend(base.Backend):
             allow_id_dropping=allow_dropping,
             initialize_tables_on_host=False,
         )
-        with tf.init_scope(), self._strategy.scope():
-            self._embedding = _Embedding(
-                rules,
-                features,
-                optimizer=None,
-                pipeline_execution_with_tensor_core=self._pipelining,
-                sparse_core_embedding_config=config,
-            )
-            self._embedding.build()
-            self._rows = rows
-            for name in self._tables:
-                self._set_initial(name)
+
+        def make() -> None:
+            with self._strategy.scope():
+                self._embedding = _Embedding(
+                    rules,
+                    features,
+                    optimizer=None,
+                    pipeline_execution_with_tensor_core=self._pipelining,
+                    sparse_core_embedding_config=config,
+                )
+                self._embedding.build()
+                self._rows = rows
+                for name in self._tables:
+                    self._set_initial(name)
+
+        _outside_of_tracing(make)
 
     def _native_tables(self) -> dict[str, Any]:
         tables = {}
@@ -547,6 +552,16 @@ class SparseCoreBackend(base.Backend):
         slots = self._embedding.variables[layout.stack_name]
         name = "parameters" if slot == VALUES else NATIVE_SLOTS[slot]
         return layout, slots[name].values
+
+
+def _outside_of_tracing(function: Callable[[], None]) -> None:
+    """Calls a function as if no replica were being traced.
+
+    `tf.init_scope` leaves the graph, but not the replica; a new thread has
+    neither.
+    """
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as threads:
+        threads.submit(function).result()
 
 
 def _zeros(
