@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -205,6 +208,30 @@ class CheckpointIndex(tf.train.experimental.PythonState):
             found,
             f"The checkpoint read by layer '{self._layer}'",
         )
+
+
+def keep_out_of_checkpoints(variable: keras.Variable) -> None:
+    """Lets `tf.train.Checkpoint` write nothing for a Keras variable.
+
+    The optimizer that trains a model keeps a list of all its variables, by
+    which a checkpoint would have each table a second time, or a variable that
+    is a backend's own. TensorFlow looks for this method on the object too.
+    """
+    variable._serialize_to_tensors = types.MethodType(
+        _serialize_unless_checkpoint, variable
+    )
+
+
+def _serialize_unless_checkpoint(variable: keras.Variable) -> Mapping[str, Any]:
+    """A SavedModel, which TensorFlow writes with the same methods, has all."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("save", "write") and isinstance(
+            frame.f_locals.get("self"), tf.train.Checkpoint
+        ):
+            return {}
+        frame = frame.f_back  # type: ignore[assignment]
+    return type(variable)._serialize_to_tensors(variable)
 
 
 def check_entries(
