@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_distembed.config import TableConfig
+
 
 class DroppedIds:
     """How many ids of each feature were dropped since the last reset.
@@ -53,6 +55,40 @@ class DroppedIds:
         self.counts.assign(tf.zeros([len(self._names)], tf.int64))
 
 
+class LimitStatistics:
+    """The most that any batch needed of the SparseCore limits.
+
+    Args:
+        stacks: The tables of each stack.
+    """
+
+    def __init__(self, stacks: Sequence[Sequence[TableConfig]]) -> None:
+        self._stacks = [[table.name for table in stack] for stack in stacks]
+        with tf.init_scope():
+            self._most = _HostCounts(tf.zeros([len(self._stacks), 3], tf.int64))
+
+    def add(self, needs: tf.Tensor) -> None:
+        """Takes what a batch needs, `[stacks, 3]`, into account."""
+        self._most.raise_to(tf.cast(needs, tf.int64))
+
+    def read(self) -> list[dict[str, Any]]:
+        """For each stack its tables and what they needed together."""
+        return [
+            {
+                "tables": tables,
+                "max_ids_per_partition": int(ids),
+                "max_unique_ids_per_partition": int(unique_ids),
+            }
+            for tables, (ids, unique_ids, _) in zip(
+                self._stacks, self._most.read_value().numpy(), strict=True
+            )
+        ]
+
+    def reset(self) -> None:
+        """Starts again from 0."""
+        self._most.assign(tf.zeros([len(self._stacks), 3], tf.int64))
+
+
 class _HostCounts:
     """A resource on the host that no strategy distributes.
 
@@ -74,6 +110,14 @@ class _HostCounts:
 
     def assign_add(self, value: tf.Tensor) -> None:
         tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=value)
+
+    def raise_to(self, value: tf.Tensor) -> None:
+        """Makes each count at least the given one."""
+        tf.raw_ops.ResourceScatterMax(
+            resource=self._handle,
+            indices=tf.range(tf.shape(value)[0]),
+            updates=value,
+        )
 
     def read_value(self) -> tf.Tensor:
         return tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)

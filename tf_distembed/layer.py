@@ -388,11 +388,21 @@ class DistributedEmbedding(keras.layers.Layer):
         Returns:
             `{"dropped": {feature name: number of dropped ids}}`.
         """
-        counters = [one.dropped for one in self._parts.backends.values()]
+        counters: list[Any] = [
+            one.dropped for one in self._parts.backends.values()
+        ]
         counts = {k: n for one in counters for k, n in one.read().items()}
-        statistics = {
+        statistics: dict[str, Any] = {
             "dropped": {f.name: counts[f.name] for f in self._parts.features}
         }
+        measured = [
+            one.limit_statistics
+            for one in self._parts.backends.values()
+            if one.limit_statistics is not None
+        ]
+        if measured:
+            statistics["limits"] = [x for one in measured for x in one.read()]
+            counters += measured
         if reset:
             for one in counters:
                 one.reset()

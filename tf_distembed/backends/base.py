@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tf_distembed.features import Feature
-from tf_distembed.id_statistics import DroppedIds
+from tf_distembed.id_statistics import DroppedIds, LimitStatistics
 
 
 class Backend(abc.ABC):
@@ -20,12 +20,14 @@ class Backend(abc.ABC):
         features: The features placed here, in flat order.
         optimizers: table name -> optimizer in use, for those with their own.
         dropped: Counts the dropped ids of these features.
+        limit_statistics: Measures SparseCore limits, if that was asked for.
     """
 
     placement: ClassVar[str]
     features: Sequence[Feature]
     optimizers: dict[str, Any]
     dropped: DroppedIds
+    limit_statistics: LimitStatistics | None = None
 
     @abc.abstractmethod
     def lookup(

@@ -35,7 +35,7 @@ from tf_distembed.backends.sparsecore_optimizers import (
 )
 from tf_distembed.config import TableConfig
 from tf_distembed.features import Feature
-from tf_distembed.id_statistics import DroppedIds
+from tf_distembed.id_statistics import DroppedIds, LimitStatistics
 from tf_distembed.initial_values import InitialValues
 from tf_distembed.row_optimizers import RowOptimizer, write_rows
 from tf_distembed.stacking import Stack, make_stacks
@@ -150,9 +150,16 @@ class SparseCoreBackend(base.Backend):
             if state.clock is not None
             for table in state.stack.tables
         }
+        self.limit_statistics = (
+            LimitStatistics([state.stack.tables for state in self._stacks])
+            if settings.update_stats
+            else None
+        )
         self.trap = GradientTrap(layer_name, bool(self.optimizers))
         self._tables = {table.name: table for table in tables}
         self._rows: int | None = None
+        # What was restored before the variables were there.
+        self._pending: list[tuple[str, str, Any, Any]] = []
         self._embedding: Any = None
         self._updated: weakref.WeakSet[Any] = weakref.WeakSet()
         batch = self.declared_batch()
@@ -239,8 +246,10 @@ class SparseCoreBackend(base.Backend):
             self._layouts,
             rows,
             positions,
-            {} if allow_dropping else limits,
+            limits,
             self.dropped,
+            self.limit_statistics,
+            raises=not allow_dropping,
         )
         config = _native.SparseCoreEmbeddingConfig(
             max_ids_per_chip_per_sample=next(iter(limits.values())).per_sample,
@@ -265,6 +274,9 @@ class SparseCoreBackend(base.Backend):
                 self._rows = rows
                 for name in self._tables:
                     self._set_initial(name)
+                pending, self._pending = self._pending, []
+                for change in pending:
+                    self.write_rows(*change)
 
         _outside_of_tracing(make)
 
@@ -490,6 +502,10 @@ class SparseCoreBackend(base.Backend):
         return tf.constant(rows - self._added(table, slot))
 
     def write_rows(self, table: str, slot: str, ids: Any, values: Any) -> None:
+        if not self.is_built:
+            kept = np.array(ids), np.array(values, np.float32)
+            self._pending.append((table, slot, *kept))
+            return
         layout, parts = self._parts(table, slot)
         chips, positions = layout.locate(np.asarray(ids))
         dim = layout.table.embedding_dim

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tf_distembed.backends.sparsecore_layout import ALIGNMENT, TableLayout
 from tf_distembed.features import Feature
-from tf_distembed.id_statistics import DroppedIds
+from tf_distembed.id_statistics import DroppedIds, LimitStatistics
 from tf_distembed.inputs import Bags, Checks, to_bags
 
 
@@ -49,9 +49,11 @@ class HostRules:
         layouts: table name -> layout.
         rows: Examples of a replica's batch.
         positions: feature name -> samples of one example.
-        limits: stack name -> its limits; empty if ids beyond them are
-            dropped on purpose.
+        limits: stack name -> its limits, in the order of the stacks.
         dropped: Counts dropped ids.
+        statistics: Measures what the stacks need, or None.
+        raises: Whether a batch beyond the limits is an error; else
+            TensorFlow drops what does not fit.
     """
 
     def __init__(
@@ -62,6 +64,9 @@ class HostRules:
         positions: dict[str, int],
         limits: dict[str, StackLimits],
         dropped: DroppedIds,
+        statistics: LimitStatistics | None,
+        *,
+        raises: bool,
     ) -> None:
         self._features = features
         self._layouts = layouts
@@ -69,6 +74,8 @@ class HostRules:
         self._positions = positions
         self._limits = limits
         self._dropped = dropped
+        self._statistics = statistics
+        self._raises = raises
 
     def __call__(
         self, ids: Sequence[Any], weights: Sequence[Any]
@@ -144,26 +151,39 @@ class HostRules:
 
     def _check_limits(self, bags: Sequence[Bags]) -> list[tf.Operation]:
         checks = Checks()
+        needed = []
         for stack, limits in self._limits.items():
+            if not self._raises and self._statistics is None:
+                break
             members = [
                 (self._layouts[feature.table.name], self._samples(feature), one)
                 for feature, one in zip(self._features, bags, strict=True)
                 if self._layouts[feature.table.name].stack_name == stack
             ]
-            _check_stack(members, limits, checks)
-        return checks.run()
+            needs = _needs(members, limits, self._statistics is not None)
+            needed.append(needs)
+            if self._raises:
+                _check_needs(needs, limits, checks)
+        operations = checks.run()
+        if self._statistics is not None:
+            with tf.control_dependencies(operations):
+                self._statistics.add(tf.stack(needed))
+        return operations
 
 
-def _check_stack(
+def _needs(
     members: Sequence[tuple[TableLayout, int, Bags]],
     limits: StackLimits,
-    checks: Checks,
-) -> None:
-    """Reports a batch that does not fit the buffers of a stack.
+    always_exact: bool,
+) -> tf.Tensor:
+    """What the ids of a batch need of the buffers of a stack.
 
-    TensorFlow's own error names its internal table, not the setting. Counting
-    every id is cheap; the exact count, which takes the ids of one sample and
-    of one partition once, is made only if that is too much.
+    Counting every id is cheap; the exact count, which takes the ids of one
+    sample and of one partition once, is made only if that is too much.
+
+    Returns:
+        `[3]` int32: ids of a partition, distinct ids of a partition, ids of a
+        chip with padding; if not exact, at least that and within the limits.
     """
     topology = members[0][0].topology
     shards, cores = topology.num_shards, topology.sparsecores_per_chip
@@ -204,26 +224,38 @@ def _check_stack(
     )
     every = _count(parts, partitions)
     at_most = needs(every, every)
-    exact = tf.cond(
-        tf.reduce_any(at_most > most),
+    return tf.cond(
+        tf.reduce_any(at_most > most) | always_exact,
         lambda: needs(
             counts(samples_of * stack_rows + rows),
             counts((parts // shards) * stack_rows + rows),
         ),
         lambda: at_most,
     )
-    settings = (
-        "max_ids_per_partition",
-        "max_unique_ids_per_partition",
-        "max_ids_per_chip_per_sample (of sparse_core_embedding_config)",
-    )
-    values = (limits.max_ids, limits.max_unique_ids, limits.per_sample)
-    for i, (setting, value) in enumerate(zip(settings, values, strict=True)):
-        needed = exact[i]
-        if i == 2:
-            needed = -(-needed * value // limits.max_ids_per_chip)
+
+
+def _check_needs(needs: tf.Tensor, limits: StackLimits, checks: Checks) -> None:
+    """Reports what does not fit: TensorFlow's own error names no setting."""
+    for i, (setting, value, most) in enumerate(
+        (
+            ("max_ids_per_partition", limits.max_ids, limits.max_ids),
+            (
+                "max_unique_ids_per_partition",
+                limits.max_unique_ids,
+                limits.max_unique_ids,
+            ),
+            (
+                "max_ids_per_chip_per_sample (of sparse_core_embedding_config)",
+                limits.per_sample,
+                limits.max_ids_per_chip,
+            ),
+        )
+    ):
+        needed = needs[i]
+        if most != value:
+            needed = -(-needed // (most // value))
         checks.add(
-            exact[i] > most[i],
+            needs[i] > most,
             _limit_message(limits.tables, setting, value, needed),
         )
 

@@ -215,7 +215,7 @@ class _Builder:
             own = [value[chip] for value in inputs]
             with tf.device(host or device), tf.control_dependencies(controls):
                 if host is None:
-                    own = xla_indices.as_on_a_tpu(operation, own)
+                    own = list(xla_indices.as_on_a_tpu(operation, own))
                 name = f"chip_{chip}/{operation.name}"
                 copies.append(_copy(operation, own, name))
         self._set(
