@@ -7,6 +7,7 @@ layer is made; changing one afterwards changes nothing.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -129,7 +130,8 @@ class TableConfig:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TableConfig:
         """The table that `get_config` described; `config` is left as it is."""
-        config = dict(config)
+        # Keras writes into the config of an optimizer that it reads.
+        config = copy.deepcopy(dict(config))
         config["initializer"] = initial_values.deserialize(
             config.get("initializer")
         )

@@ -158,6 +158,8 @@ def serialize(initializer: Any) -> Any:
         return initializer
     if isinstance(initializer, type):
         initializer = initializer()
+    if isinstance(initializer, dict):
+        initializer = keras.initializers.get(initializer)
     return keras.saving.serialize_keras_object(initializer)
 
 

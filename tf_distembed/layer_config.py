@@ -247,6 +247,9 @@ def encode(
 def decode(config: Mapping[str, Any]) -> dict[str, Any]:
     """The layer's arguments from what `encode` returned; it stays as it is."""
     config = dict(config)
+    # Keras writes into the config of an optimizer that it reads.
+    for key in ("optimizers", "tables"):
+        config[key] = copy.deepcopy(config[key])
     optimizers = [
         row_optimizers.deserialize(one) for one in config.pop("optimizers")
     ]
