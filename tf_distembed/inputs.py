@@ -27,6 +27,9 @@ from tf_distembed.features import Feature
 
 DENSE, RAGGED, SPARSE = "dense", "ragged", "sparse"
 
+# Where an error shows a value; no feature or table has "/" in its name.
+_VALUE = "{/}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Bags:
@@ -547,10 +550,11 @@ class Checks:
         def message() -> tf.Tensor:
             found = tf.boolean_mask(ids, bad)
             return tf.strings.format(
-                f"{feature.where}: {feature.expected_ids}. Received: id {{}} "
-                f"({{}} such ids in this batch). {feature.cure_of_ids}",
+                f"{feature.where}: {feature.expected_ids}. Received: id "
+                f"{_VALUE} ({_VALUE} such ids in this batch). "
+                f"{feature.cure_of_ids}",
                 (found[0], tf.size(found)),
-                placeholder="{}",
+                placeholder=_VALUE,
             )
 
         self.add(tf.reduce_any(bad), message)
@@ -576,9 +580,10 @@ class Checks:
         def message() -> tf.Tensor:
             return tf.strings.format(
                 f"{feature.where}: the weights must have the same {what} as "
-                "the ids. Received: ids with {}, weights with {}",
+                f"the ids. Received: ids with {_VALUE}, weights with "
+                f"{_VALUE}. Give each id a weight in the same place.",
                 (ids, weights),
-                placeholder="{}",
+                placeholder=_VALUE,
             )
 
         self._early.append(_Check(differ, message))
@@ -591,8 +596,9 @@ class Checks:
         def message() -> tf.Tensor:
             return tf.strings.format(
                 f"{feature.where}: input_shape={feature.input_shape} declares "
-                f"{expected} ids an example. Received: {{}} ids an example",
+                f"{expected} ids an example. Received: {_VALUE} ids an example",
                 width,
+                placeholder=_VALUE,
             )
 
         self._early.append(_Check(tf.not_equal(width, expected), message))
@@ -608,9 +614,10 @@ class Checks:
         def message() -> tf.Tensor:
             return tf.strings.format(
                 f"{feature.where}: sparse ids need row indices within their "
-                "dense_shape. Received: rows from {} to {}, dense_shape[0]={}",
+                f"dense_shape. Received: rows from {_VALUE} to {_VALUE}, "
+                f"dense_shape[0]={_VALUE}",
                 (rows[0], rows[-1], num_rows),
-                placeholder="{}",
+                placeholder=_VALUE,
             )
 
         self._early.append(_Check(outside, message))
