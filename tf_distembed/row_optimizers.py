@@ -269,9 +269,12 @@ class RowOptimizer(keras.optimizers.Optimizer):
         self.native = native
         self.slots: dict[str, keras.Variable] = {}
 
-    @property
     def in_use(self) -> Any:
-        """The object whose `learning_rate` may be reassigned."""
+        """The object whose `learning_rate` may be reassigned.
+
+        No property: Keras walks those when it loads, from this object to
+        itself without end.
+        """
         return self if self.native is not None else self._learning_rate.source
 
     def make_slots(self, table: keras.Variable) -> None:

@@ -64,7 +64,7 @@ class DefaultDeviceBackend(base.Backend):
             dropped,
         )
         self.optimizers = {
-            name: table.row_optimizer.in_use
+            name: table.row_optimizer.in_use()
             for name, table in self.tables.items()
             if table.row_optimizer is not None
         }

@@ -145,7 +145,7 @@ class SparseCoreBackend(base.Backend):
         self._layouts = lay_out([s.tables for s in stacks], self._topology)
         self._stacks = [self._stack_state(s, own) for s in stacks]
         self.optimizers = {
-            table.name: state.clock.in_use
+            table.name: state.clock.in_use()
             for state in self._stacks
             if state.clock is not None
             for table in state.stack.tables
