@@ -385,11 +385,11 @@ class DenseReference:
 def state_of(layer: tde.DistributedEmbedding) -> State:
     """Table -> {"values", each slot, "step"}."""
     found = {
-        name: {"values": np.array(values)}
+        name: {"values": values.numpy()}
         for name, values in layer.get_embedding_tables().items()
     }
     for name, slots in layer.get_optimizer_state().items():
-        found[name] |= {slot: np.array(value) for slot, value in slots.items()}
+        found[name] |= {slot: np.asarray(v) for slot, v in slots.items()}
     return found
 
 
