@@ -327,7 +327,9 @@ def _flatten(
         weights = tf.cast(weights, tf.float32)
     if isinstance(ids, tf.RaggedTensor):
         bag = tf.cast(ids.value_rowids(), tf.int32)
-        num_rows = tf.cast(ids.nrows(), tf.int32)
+        num_rows = ids.shape[0]
+        if num_rows is None:
+            num_rows = tf.cast(ids.nrows(), tf.int32)
         if weights is not None:
             if weights.row_splits is not ids.row_splits:
                 checks.add_equal(
@@ -429,7 +431,9 @@ def _flatten_sparse(
     values = tf.gather(values, order)
     if weight_values is not None:
         weight_values = tf.gather(weight_values, order)
-    num_rows = tf.cast(ids.dense_shape[0], tf.int32)
+    num_rows = ids.shape[0]
+    if num_rows is None:
+        num_rows = tf.cast(ids.dense_shape[0], tf.int32)
     if not compiled:
         checks.add_rows_within(feature, rows, ids.dense_shape[0])
     return _Flat(values, tf.cast(rows, tf.int32), num_rows, None, weight_values)
@@ -657,7 +661,7 @@ def _run(checks: Sequence[_Check]) -> list[tf.Operation]:
             for check in checks
         ]
         found = tf.boolean_mask(tf.stack(messages), fails)
-        text = tf.strings.reduce_join(found, separator="\n")
+        text = tf.strings.reduce_join(found, separator=" ")
         failed = tf.debugging.Assert(False, [text], summarize=10)
         with tf.control_dependencies([failed] if failed is not None else []):
             return tf.constant(False)
