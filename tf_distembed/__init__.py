@@ -13,6 +13,7 @@ from tf_distembed._tensorflow_guard import check_tensorflow
 check_tensorflow()
 
 import importlib  # noqa: E402
+import sys  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 __version__ = "0.1.0"
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from tf_distembed.embed_reduce import EmbedReduce
     from tf_distembed.layer import DistributedEmbedding
     from tf_distembed.state import load_tables, save_tables
+elif sys.argv[:1] != ["-m"]:
+    # Keras finds a saved model's layers once their modules are imported. While
+    # `python -m` looks for a command line, nothing is.
+    from tf_distembed import embed_reduce, layer  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:

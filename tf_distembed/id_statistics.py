@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -123,7 +122,9 @@ class _HostCounts:
         return tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at interpreter shutdown
+        try:  # noqa: SIM105 - at interpreter shutdown nothing is sure
             tf.raw_ops.DestroyResourceOp(
                 resource=self._handle, ignore_lookup_error=True
             )
+        except Exception:
+            pass

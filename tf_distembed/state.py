@@ -157,6 +157,14 @@ def load_tables(
         "slots=False loads the values alone, strict=False the tables that "
         "both sides have.",
     )
+    for state in {id(state): state for state, _ in chosen}.values():
+        state.check_steps(
+            {
+                entry.table: int(arrays[entry.key])
+                for owner, entry in chosen
+                if owner is state and entry.slot == STEP
+            }
+        )
     for state, entry in chosen:
         state.write(entry, arrays[entry.key])
 

@@ -13,6 +13,7 @@ from tf_distembed.backends.stack_lookup import StackLookup
 from tf_distembed.config import TableConfig
 from tf_distembed.features import Feature
 from tf_distembed.id_statistics import DroppedIds
+from tf_distembed.inputs import DENSE, kind_of
 from tf_distembed.stacking import make_stacks
 from tf_distembed.table_variable import components
 from tf_distembed.tables import VALUES, EmbeddingTable
@@ -75,6 +76,16 @@ class DefaultDeviceBackend(base.Backend):
         weights: Sequence[Any],
         training: bool,
     ) -> list[tf.Tensor]:
+        if isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy):
+            for feature, one in zip(self.features, ids, strict=True):
+                if (kind := kind_of(one)) != DENSE:
+                    raise ValueError(
+                        f"{feature.where}: on a TPU, a table with placement "
+                        f"'default_device' ('{feature.table.name}') takes "
+                        f"dense ids only. Received: {kind} ids. Place the "
+                        "table on 'sparsecore', or pad the ids and use "
+                        "invalid_ids='drop'."
+                    )
         return self._lookup(ids, weights, unique=training)
 
     def keras_parts(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from tf_distembed.backends import base, private_tensorflow
 from tf_distembed.backends.gradient_trap import GradientTrap
 from tf_distembed.backends.sparsecore_host import HostRules, StackLimits
 from tf_distembed.backends.sparsecore_layout import (
+    ALIGNMENT,
     TableLayout,
     Topology,
     lay_out,
@@ -330,6 +331,8 @@ class SparseCoreBackend(base.Backend):
                 padding = 8 * self._topology.num_shards
                 padding *= self._topology.sparsecores_per_chip
                 per_sample = max(per_sample, -(-(ids + padding) // count))
+            # What a chip takes must be a multiple of it, whatever the samples.
+            per_sample = -(-per_sample // ALIGNMENT) * ALIGNMENT
         limits = {}
         for stack, count in samples.items():
             names = tuple(table.name for table in stack.tables)
