@@ -132,11 +132,16 @@ def _pool_unweighted(
     @tf.custom_gradient
     def pooled(rows: tf.Tensor) -> Any:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            return _BACKWARD[combiner](
-                grad=upstream,
-                indices=places,
-                segment_ids=bags.bag,
-                output_dim0=tf.shape(rows)[0],
+            # Without any id, the operation leaves its output as memory was.
+            return tf.cond(
+                tf.size(places) > 0,
+                lambda: _BACKWARD[combiner](
+                    grad=upstream,
+                    indices=places,
+                    segment_ids=bags.bag,
+                    output_dim0=tf.shape(rows)[0],
+                ),
+                lambda: tf.zeros_like(rows),
             )
 
         output = _FORWARD[combiner](
