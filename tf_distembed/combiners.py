@@ -17,12 +17,14 @@ variable is captured here, so no table is ever read for it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tf_distembed.inputs import Bags
+
+_Map: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 
 _FORWARD = {
     "sum": tf.raw_ops.SparseSegmentSumWithNumSegments,
@@ -129,30 +131,43 @@ def _pick(rows: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
 def _pool_unweighted(
     rows: tf.Tensor, places: tf.Tensor, bags: Bags, combiner: str
 ) -> tf.Tensor:
-    @tf.custom_gradient
-    def pooled(rows: tf.Tensor) -> Any:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            # Without any id, the operation leaves its output as memory was.
-            return tf.cond(
-                tf.size(places) > 0,
-                lambda: _BACKWARD[combiner](
-                    grad=upstream,
-                    indices=places,
-                    segment_ids=bags.bag,
-                    output_dim0=tf.shape(rows)[0],
-                ),
-                lambda: tf.zeros_like(rows),
-            )
+    count = tf.shape(rows)[0]
 
-        output = _FORWARD[combiner](
+    def to_bags(rows: tf.Tensor) -> tf.Tensor:
+        return _FORWARD[combiner](
             data=rows,
             indices=places,
             segment_ids=bags.bag,
             num_segments=bags.num_bags,
         )
-        return output, gradient
 
-    return pooled(rows)
+    def to_rows(upstream: tf.Tensor) -> tf.Tensor:
+        # Without any id, the operation leaves its output as memory was.
+        return tf.cond(
+            tf.size(places) > 0,
+            lambda: _BACKWARD[combiner](
+                grad=upstream,
+                indices=places,
+                segment_ids=bags.bag,
+                output_dim0=count,
+            ),
+            lambda: tf.zeros([count, rows.shape[1]], upstream.dtype),
+        )
+
+    return _linear(rows, to_bags, to_rows)
+
+
+def _linear(value: tf.Tensor, there: _Map, back: _Map) -> tf.Tensor:
+    """A linear map and its transpose, each the gradient of the other.
+
+    TensorFlow knows no gradient of the `Grad` operations.
+    """
+
+    @tf.custom_gradient
+    def apply(value: tf.Tensor) -> Any:
+        return there(value), lambda upstream: _linear(upstream, back, there)
+
+    return apply(value)
 
 
 def _pool_weighted(
@@ -160,15 +175,16 @@ def _pool_weighted(
 ) -> tf.Tensor:
     @tf.custom_gradient
     def pooled(rows: tf.Tensor, gains: tf.Tensor) -> Any:
-        own = tf.gather(rows, places)
-
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             each = tf.gather(upstream, bags.bag)
+            # Gathered anew: no second derivative passes through what was
+            # computed outside, and few need a gradient to the weights.
+            own = tf.gather(rows, places)
             to_rows = _sum_at(each * gains[:, tf.newaxis], places, rows)
             return to_rows, tf.reduce_sum(each * own, axis=1)
 
         output = tf.raw_ops.SparseSegmentSumWithNumSegments(
-            data=own * gains[:, tf.newaxis],
+            data=tf.gather(rows, places) * gains[:, tf.newaxis],
             indices=tf.range(tf.size(places)),
             segment_ids=bags.bag,
             num_segments=bags.num_bags,
