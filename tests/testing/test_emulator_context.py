@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -167,3 +168,37 @@ def test_entering_first_makes_the_logical_cpus() -> None:
     first, second, *_ = done.stdout.splitlines()
     assert first == "2"
     assert second.startswith("An emulator of 3 chips needs 3 logical CPUs")
+
+
+CONFTEST = 'pytest_plugins = ["tf_distembed.testing.pytest_plugin"]'
+TESTS = """
+import pytest
+import tensorflow as tf
+import tf_distembed as tde
+
+def test_first(sparsecore_emulator):
+    strategy = sparsecore_emulator(3, 2)
+    assert strategy.num_replicas_in_sync == 3
+    assert len(tf.config.list_logical_devices("CPU")) == 3
+
+def test_second(sparsecore_emulator):
+    assert tde.testing.emulator_active(sparsecore_emulator())
+"""
+
+
+def test_pytest_plugin_gives_an_emulator_for_one_test(tmp_path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_mine.py").write_text(TESTS)
+    settings = "sparsecore_emulator_chips=3"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-o", settings, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "PYTHONPATH": str(pathlib.Path(tde.__file__).parents[1]),
+        },
+    )
+    assert "2 passed" in done.stdout, done.stdout + done.stderr

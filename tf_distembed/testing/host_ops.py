@@ -262,8 +262,9 @@ def _differs(values: np.ndarray) -> np.ndarray:
 
 def _sum_runs(values: np.ndarray, first: np.ndarray) -> np.ndarray:
     """The sum of each run of values, in order; `first` marks their heads."""
-    sums = np.zeros(np.count_nonzero(first), np.float32)
-    np.add.at(sums, np.cumsum(first) - 1, values)
+    sums = values[first].astype(np.float32)
+    run = np.cumsum(first) - 1
+    np.add.at(sums, run[~first], values[~first])
     return sums
 
 
