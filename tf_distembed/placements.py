@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_distembed.config import TableConfig
+from tf_distembed.strategy import REFUSED_PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from tf_distembed.layer_config import Settings
@@ -15,14 +18,24 @@ if TYPE_CHECKING:
 DEFAULT_DEVICE, SPARSECORE = "default_device", "sparsecore"
 
 
+_Hardware = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
+
+
 def has_sparsecores() -> bool:
     """Whether the strategy in scope is that of a TPU with SparseCores."""
+    return _embedding_hardware() == _Hardware.V2
+
+
+def has_older_hardware() -> bool:
+    """Whether it is that of a TPU before SparseCores, with their forerunner."""
+    return _embedding_hardware() == _Hardware.V1
+
+
+def _embedding_hardware() -> Any:
     strategy = tf.distribute.get_strategy()
     if not isinstance(strategy, tf.distribute.TPUStrategy):
-        return False
-    feature = strategy.extended.tpu_hardware_feature.embedding_feature
-    kinds = tf.tpu.experimental.HardwareFeature.EmbeddingFeature
-    return feature == kinds.V2
+        return _Hardware.UNSUPPORTED
+    return strategy.extended.tpu_hardware_feature.embedding_feature
 
 
 def place(
@@ -34,6 +47,7 @@ def place(
         ValueError: a placement that the strategy in scope does not offer, or
             a SparseCore setting without a table there.
     """
+    _check_scope()
     placed: dict[str, list[TableConfig]] = {}
     for table in tables:
         placed.setdefault(_placement(table), []).append(table)
@@ -42,8 +56,33 @@ def place(
     return placed
 
 
+def _check_scope() -> None:
+    """Raises for ways to distribute in which tables would train wrongly."""
+    strategy = tf.distribute.get_strategy()
+    if isinstance(
+        strategy,
+        (
+            tf.distribute.ParameterServerStrategy,
+            tf.compat.v1.distribute.experimental.ParameterServerStrategy,
+        ),
+    ):
+        raise ValueError(REFUSED_PARAMETER_SERVER)
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return
+    devices = int(np.prod(distribution.device_mesh.shape))
+    if devices > 1:
+        raise ValueError(
+            f"keras.distribution is set to a {type(distribution).__name__} "
+            f"over {devices} devices, which Keras' TensorFlow backend ignores: "
+            "it would train on one. Unset it "
+            "(keras.distribution.set_distribution(None)) and make the layer "
+            "in the scope of a strategy from tde.make_strategy."
+        )
+
+
 def _placement(table: TableConfig) -> str:
-    available = has_sparsecores()
+    available = has_sparsecores() or has_older_hardware()
     if table.placement == DEFAULT_DEVICE:
         return DEFAULT_DEVICE
     if available:

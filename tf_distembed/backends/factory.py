@@ -9,6 +9,8 @@ from tf_distembed import placements
 from tf_distembed.backends.base import Backend
 from tf_distembed.backends.default_device import DefaultDeviceBackend
 from tf_distembed.backends.sparsecore import SparseCoreBackend
+from tf_distembed.backends.tpu_backend import TpuBackend
+from tf_distembed.backends.tpu_embedding_v1 import TpuEmbeddingV1Backend
 from tf_distembed.config import TableConfig
 from tf_distembed.features import Feature
 from tf_distembed.id_statistics import DroppedIds
@@ -37,7 +39,10 @@ def make_backends(
         own = [feature for feature in features if feature.table in tables]
         names = [feature.name for feature in own]
         if placement == placements.SPARSECORE:
-            backends[placement] = SparseCoreBackend(
+            kind: type[TpuBackend] = SparseCoreBackend
+            if placements.has_older_hardware():
+                kind = TpuEmbeddingV1Backend
+            backends[placement] = kind(
                 own,
                 tables,
                 optimizers,

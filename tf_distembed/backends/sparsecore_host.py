@@ -46,11 +46,12 @@ class HostRules:
 
     Args:
         features: In flat order.
-        layouts: table name -> layout.
         rows: Examples of a replica's batch.
         positions: feature name -> samples of one example.
-        limits: stack name -> its limits, in the order of the stacks.
         dropped: Counts dropped ids.
+        layouts: table name -> layout.
+        limits: stack name -> its limits, in the order of the stacks; empty
+            where there are none.
         statistics: Measures what the stacks need, or None.
         raises: Whether a batch beyond the limits is an error; else
             TensorFlow drops what does not fit.
@@ -59,21 +60,21 @@ class HostRules:
     def __init__(
         self,
         features: Sequence[Feature],
-        layouts: dict[str, TableLayout],
         rows: int,
         positions: dict[str, int],
-        limits: dict[str, StackLimits],
         dropped: DroppedIds,
-        statistics: LimitStatistics | None,
         *,
+        layouts: dict[str, TableLayout],
+        limits: dict[str, StackLimits],
+        statistics: LimitStatistics | None,
         raises: bool,
     ) -> None:
         self._features = features
-        self._layouts = layouts
         self._rows = rows
         self._positions = positions
-        self._limits = limits
         self._dropped = dropped
+        self._layouts = layouts
+        self._limits = limits
         self._statistics = statistics
         self._raises = raises
 
