@@ -338,7 +338,8 @@ def stack_key(table: TableConfig, optimizer: Any) -> Any:
     """What must be equal of the optimizers of two tables to share a stack.
 
     Equal names and configs are equal; a given object equals only itself,
-    since its learning rate may be reassigned.
+    since its learning rate may be reassigned. Tables that have the layer's
+    optimizer have an equal one.
 
     Args:
         table: Says how the optimizer was given.
@@ -346,6 +347,8 @@ def stack_key(table: TableConfig, optimizer: Any) -> Any:
     """
     if optimizer is None or not table.trainable:
         return (table.trainable, None)
+    if table.optimizer is None:
+        return "the layer's"
     if isinstance(table.optimizer, (str, Mapping)):
         rule = rule_of(optimizer, f"Table '{table.name}'")
         return (rule, repr(serialize(table.optimizer, "")).lower())
