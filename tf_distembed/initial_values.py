@@ -63,6 +63,7 @@ class InitialValues:
     ) -> None:
         self.shape = shape
         self.dtype = dtype
+        self._where = where
         self._whole: Any = None
         if _is_array(initializer):
             self._whole = initializer
@@ -112,8 +113,8 @@ class InitialValues:
         values = np.asarray(self._law(self.shape, dtype=self.dtype))
         if values.shape != self.shape:
             raise ValueError(
-                f"The initializer {self._law!r} must return values of shape "
-                f"{self.shape}. Received: shape={values.shape}"
+                f"{self._where}: the initializer {self._law!r} must return "
+                f"values of shape {self.shape}. Received: shape={values.shape}"
             )
         return values
 
