@@ -25,7 +25,10 @@ _PUBLIC = {
     "EmbedReduce": "embed_reduce",
     "FeatureConfig": "config",
     "TableConfig": "config",
+    "distribute_dataset": "strategy",
+    "export_for_serving": "serving",
     "load_tables": "state",
+    "make_strategy": "strategy",
     "save_tables": "state",
 }
 _SUBPACKAGES = ("datasets", "testing")
@@ -35,7 +38,10 @@ __all__ = [
     "EmbedReduce",
     "FeatureConfig",
     "TableConfig",
+    "distribute_dataset",
+    "export_for_serving",
     "load_tables",
+    "make_strategy",
     "save_tables",
 ]
 
@@ -43,7 +49,9 @@ if TYPE_CHECKING:
     from tf_distembed.config import FeatureConfig, TableConfig
     from tf_distembed.embed_reduce import EmbedReduce
     from tf_distembed.layer import DistributedEmbedding
+    from tf_distembed.serving import export_for_serving
     from tf_distembed.state import load_tables, save_tables
+    from tf_distembed.strategy import distribute_dataset, make_strategy
 elif sys.argv[:1] != ["-m"]:
     # Keras finds a saved model's layers once their modules are imported. While
     # `python -m` looks for a command line, nothing is.
