@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import tf_distembed as tde
 from tf_distembed import combiners
-from tf_distembed.inputs import Bags
+from tf_distembed.bags import Bags
 
 COMBINERS = ("sum", "mean", "sqrtn")
 DIM = 3
@@ -37,6 +37,7 @@ class Case:
 CASES = {
     "empty rows": Case([[], [2, 0, 2], [], [1], []]),
     "no ids": Case([[], []]),
+    "no ids, weights": Case([[], []], [[], []]),
     "no rows": Case([]),
     "one each": Case([[3], [3], [0]]),
     "weights": Case(

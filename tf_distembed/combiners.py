@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tf_distembed.inputs import Bags
+from tf_distembed.bags import Bags
 
 _Map: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 

@@ -131,14 +131,14 @@ class TableConfig:
     def from_config(cls, config: Mapping[str, Any]) -> TableConfig:
         """The table that `get_config` described; `config` is left as it is."""
         # Keras writes into the config of an optimizer that it reads.
-        config = copy.deepcopy(dict(config))
-        config["initializer"] = initial_values.deserialize(
-            config.get("initializer")
+        fields = copy.deepcopy(dict(config))
+        fields["initializer"] = initial_values.deserialize(
+            fields.get("initializer")
         )
-        config["optimizer"] = row_optimizers.deserialize(
-            config.get("optimizer")
+        fields["optimizer"] = row_optimizers.deserialize(
+            fields.get("optimizer")
         )
-        return cls(**config)
+        return cls(**fields)
 
 
 @dataclasses.dataclass(eq=False)

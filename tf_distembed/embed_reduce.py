@@ -12,17 +12,17 @@ import tensorflow as tf
 
 from tf_distembed import combiners
 from tf_distembed.backends import compilation
+from tf_distembed.bags import to_bags
 from tf_distembed.config import TableConfig
 from tf_distembed.features import Feature
 from tf_distembed.inputs import (
     DENSE,
-    Checks,
     as_tensor,
     check_feature,
     kind_of,
-    to_bags,
 )
 from tf_distembed.tables import densely_trained
+from tf_distembed.value_checks import Checks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,22 +1,12 @@
-"""From ids and weights of any kind to one canonical form, `Bags`.
+"""What a user may feed: kinds, dtypes, ranks, shapes.
 
-Every check of what a user feeds is here. What the Python types, dtypes and
-static shapes tell is checked while a function is traced, also for Keras
-tensors (`check_feature`); what only the values tell is checked when it runs.
-
-A batch of three examples, whose second one is empty, is the same bags in each
-of the kinds it can come in:
-
-```
-ragged [[7, 7], [], [3]]      ids  7 7 3
-                              bag  0 0 2      num_bags 3
-```
+What the Python types, dtypes and static shapes of ids and weights tell is
+checked here, while a function is traced and also for Keras tensors. What only
+the values tell is in `value_checks`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -26,50 +16,6 @@ import tensorflow as tf
 from tf_distembed.features import Feature
 
 DENSE, RAGGED, SPARSE = "dense", "ragged", "sparse"
-
-# Where an error shows a value; no feature or table has "/" in its name.
-_VALUE = "{/}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Bags:
-    """The ids of one feature in one batch, flat and in order of their bags.
-
-    A bag is what one output vector is made of: an example, or, for a feature
-    whose ids are not combined, one position of an example.
-
-    Attributes:
-        ids: `[N]` int32 or int64, each within the table (or masked).
-        bag: `[N]` int32, ascending: the bag of each id.
-        num_bags: Number of bags, an int or a scalar int32 tensor.
-        weights: `[N]` float32, or None for weights of 1.
-        present: `[N]` bool in the form for XLA, where nothing can be removed:
-            False for an id that was dropped or cut, or is padding. Else None.
-        one_each: Every bag holds exactly one id, and no weight.
-        leading_shape: Shape of the output before its last dimension, a
-            sequence of ints and scalar tensors.
-        dropped: Scalar int64, how many ids were dropped, or None.
-    """
-
-    ids: tf.Tensor
-    bag: tf.Tensor
-    num_bags: Any
-    weights: tf.Tensor | None
-    present: tf.Tensor | None
-    one_each: bool
-    leading_shape: Sequence[Any]
-    dropped: tf.Tensor | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Flat:
-    """A batch before the rules on values: ids as they came, bags = examples."""
-
-    ids: tf.Tensor
-    bag: tf.Tensor
-    num_rows: Any
-    width: int | None
-    weights: tf.Tensor | None
 
 
 def kind_of(value: Any) -> str:
@@ -146,7 +92,7 @@ def check_feature(feature: Feature, ids: Any, weights: Any = None) -> None:
             weights that do not lie beside the ids.
     """
     _check_id_dtype(feature, ids)
-    shape = _static_shape(feature, ids, "ids")
+    shape = static_shape(feature, ids, "ids")
     rank = len(shape)
     kind = kind_of(ids)
     if rank not in (1, 2) or (kind == RAGGED and rank != 2):
@@ -212,8 +158,8 @@ def _check_weights(feature: Feature, ids: Any, weights: Any) -> None:
             f"Received: dtype={dtype.name}"
         )
     shapes = (
-        _static_shape(feature, ids, "ids"),
-        _static_shape(feature, weights, "weights"),
+        static_shape(feature, ids, "ids"),
+        static_shape(feature, weights, "weights"),
     )
     kinds = kind_of(ids), kind_of(weights)
     if kinds[0] != kinds[1]:
@@ -240,9 +186,14 @@ def _raise_weight_shape(feature: Feature, ids: Any, weights: Any) -> None:
     )
 
 
-def _static_shape(
+def static_shape(
     feature: Feature, value: Any, what: str
 ) -> tuple[int | None, ...]:
+    """The shape of ids or weights, None for sizes not known in a trace.
+
+    Raises:
+        ValueError: not even the rank is known.
+    """
     shape = value.shape
     if isinstance(shape, tf.TensorShape):
         if shape.rank is None:
@@ -253,417 +204,3 @@ def _static_shape(
             )
         return tuple(shape.as_list())
     return tuple(shape)
-
-
-def to_bags(
-    feature: Feature,
-    ids: Any,
-    weights: Any,
-    *,
-    compiled: bool,
-    checks: Checks,
-) -> Bags:
-    """The canonical form of one feature's batch.
-
-    The rules apply in this order: the range of the ids (dropped or reported),
-    then the cut to the declared width, then, for a feature that is not
-    combined, one bag a position.
-
-    Args:
-        feature: The feature being fed.
-        ids: Tensor of any kind, already past `check_feature`.
-        weights: The same, or None.
-        compiled: Whether XLA compiles this; then ids are masked, not removed.
-        checks: Collects what must be checked when the function runs.
-    """
-    flat = _flatten(feature, ids, weights, compiled, checks)
-    flat = _gated(flat, checks.run_early())
-    narrow, bad = _out_of_range(feature, flat.ids)
-    present = None
-    dropped = None
-    if compiled or feature.drops_invalid_ids:
-        present = tf.logical_not(bad)
-        dropped = tf.math.count_nonzero(bad)
-    else:
-        checks.add_range_check(feature, flat.ids, bad)
-    flat = dataclasses.replace(flat, ids=narrow)
-    if feature.padding_id is not None:
-        real = tf.not_equal(narrow, feature.padding_id)
-        present = real if present is None else present & real
-    if present is not None and not compiled:
-        flat, present = _keep(flat, present), None
-    limit = _limit(feature, kind_of(ids))
-    if feature.is_combined and limit is None:
-        bag, num_bags = flat.bag, flat.num_rows
-        leading: list[Any] = [flat.num_rows]
-    else:
-        flat, present, bag, num_bags, leading = _place(
-            feature, flat, present, limit, compiled
-        )
-    if present is not None:
-        flat = dataclasses.replace(flat, ids=tf.where(present, flat.ids, -1))
-    one_each = (
-        flat.width == (1 if feature.is_combined else leading[1])
-        and dropped is None
-        and flat.weights is None
-        and kind_of(ids) == DENSE
-    )
-    return Bags(
-        flat.ids,
-        bag,
-        num_bags,
-        flat.weights,
-        present,
-        one_each,
-        leading,
-        dropped,
-    )
-
-
-def _flatten(
-    feature: Feature, ids: Any, weights: Any, compiled: bool, checks: Checks
-) -> _Flat:
-    if weights is not None:
-        weights = tf.cast(weights, tf.float32)
-    if isinstance(ids, tf.RaggedTensor):
-        bag = tf.cast(ids.value_rowids(), tf.int32)
-        num_rows = ids.shape[0]
-        if num_rows is None:
-            num_rows = tf.cast(ids.nrows(), tf.int32)
-        if weights is not None:
-            if weights.row_splits is not ids.row_splits:
-                checks.add_equal(
-                    feature,
-                    "row_splits",
-                    ids.row_splits,
-                    tf.cast(weights.row_splits, ids.row_splits.dtype),
-                    compiled,
-                )
-            weights = weights.values
-        return _Flat(ids.values, bag, num_rows, None, weights)
-    if isinstance(ids, tf.SparseTensor):
-        return _flatten_sparse(feature, ids, weights, compiled, checks)
-    if weights is not None:
-        shapes = (*ids.shape.as_list(), *weights.shape.as_list())
-        if None in shapes:
-            checks.add_equal(
-                feature, "shape", _shape_2d(ids), _shape_2d(weights), compiled
-            )
-        weights = tf.reshape(weights, [-1])
-    static = ids.shape.as_list()
-    width = static[1] if len(static) == 2 else 1
-    if (
-        width is None
-        and feature.input_shape is not None
-        and not compiled
-        and (expected := ([*feature.input_shape, 1])[1]) is not None
-    ):
-        checks.add_width(feature, tf.shape(ids)[1], expected)
-    num_rows = tf.shape(ids)[0] if static[0] is None else static[0]
-    flat_ids = tf.reshape(ids, [-1])
-    if width == 1:
-        bag = tf.range(num_rows)
-    else:
-        columns = tf.shape(ids)[1] if width is None else width
-        bag = tf.repeat(tf.range(num_rows), columns)
-    return _Flat(flat_ids, bag, num_rows, width, weights)
-
-
-def _gated(flat: _Flat, checks: list[tf.Operation]) -> _Flat:
-    """The same, once the checks have passed."""
-    if not checks:
-        return flat
-    with tf.control_dependencies(checks):
-        weights = flat.weights
-        return dataclasses.replace(
-            flat,
-            ids=tf.identity(flat.ids),
-            bag=tf.identity(flat.bag),
-            weights=None if weights is None else tf.identity(weights),
-        )
-
-
-def _shape_2d(dense: tf.Tensor) -> tf.Tensor:
-    shape = tf.shape(dense)
-    return shape if dense.shape.rank == 2 else tf.stack([shape[0], 1])
-
-
-def _flatten_sparse(
-    feature: Feature,
-    ids: tf.SparseTensor,
-    weights: tf.SparseTensor | None,
-    compiled: bool,
-    checks: Checks,
-) -> _Flat:
-    """Orders the ids by row and column; several in one cell keep their order.
-
-    Only the number of ids counts for time and memory, never `dense_shape`.
-    """
-    indices = ids.indices
-    if weights is not None and weights.indices is not indices:
-        checks.add_equal(feature, "indices", indices, weights.indices, compiled)
-    values = ids.values
-    weight_values = None
-    if weights is not None:
-        # Before they are reordered alongside the ids.
-        with tf.control_dependencies(checks.run_early()):
-            weight_values = tf.identity(weights.values)
-    rows = indices[:, 0]
-    columns = indices[:, 1] if ids.shape.rank == 2 else tf.zeros_like(rows)
-
-    def in_order() -> tf.Tensor:
-        by_column = tf.argsort(columns, stable=True)
-        by_row = tf.argsort(tf.gather(rows, by_column), stable=True)
-        return tf.gather(by_column, by_row)
-
-    as_they_are = tf.range(tf.size(rows))
-    later_row = rows[1:] > rows[:-1]
-    later_column = (rows[1:] == rows[:-1]) & (columns[1:] >= columns[:-1])
-    if compiled:
-        order = in_order()
-    else:
-        order = tf.cond(
-            tf.reduce_all(later_row | later_column),
-            lambda: as_they_are,
-            in_order,
-        )
-    rows = tf.gather(rows, order)
-    values = tf.gather(values, order)
-    if weight_values is not None:
-        weight_values = tf.gather(weight_values, order)
-    num_rows = ids.shape[0]
-    if num_rows is None:
-        num_rows = tf.cast(ids.dense_shape[0], tf.int32)
-    if not compiled:
-        checks.add_rows_within(feature, rows, ids.dense_shape[0])
-    return _Flat(values, tf.cast(rows, tf.int32), num_rows, None, weight_values)
-
-
-def _out_of_range(
-    feature: Feature, ids: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """The ids in the dtype that addresses rows, and which are outside.
-
-    The comparison comes before any cast that could wrap an id into the table.
-    """
-    size = feature.table.vocabulary_size
-    target = tf.int32 if size < 2**31 else tf.int64
-    if ids.dtype == tf.uint64:
-        bad = ids >= tf.constant(size, tf.uint64)
-    else:
-        if ids.dtype not in (tf.int32, tf.int64):
-            ids = tf.cast(ids, tf.int64 if ids.dtype == tf.uint32 else tf.int32)
-        bad = ids < 0
-        if size <= ids.dtype.max:
-            bad |= ids >= size
-    return tf.cast(ids, target), bad
-
-
-def _limit(feature: Feature, kind: str) -> int | None:
-    """The most ids of an example that count, if that is less than it has."""
-    limits = []
-    declared = feature.input_shape
-    if kind != DENSE and declared is not None and len(declared) == 2:
-        limits.append(declared[1])
-    if not feature.is_combined:
-        assert feature.output_shape is not None
-        limits.append(feature.output_shape[1])
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else None
-
-
-def _place(
-    feature: Feature,
-    flat: _Flat,
-    present: tf.Tensor | None,
-    limit: int | None,
-    compiled: bool,
-) -> tuple[_Flat, tf.Tensor | None, tf.Tensor, Any, list[Any]]:
-    """Cuts rows to `limit` ids and, if not combined, gives each id a bag."""
-    position, longest = _positions(flat, present)
-    positions = limit
-    if not feature.is_combined:
-        assert feature.output_shape is not None
-        positions = feature.output_shape[1]
-        if positions is None:
-            positions = limit if limit is not None else flat.width
-        if positions is None:
-            positions = longest
-    fits_all = flat.width is not None and limit == flat.width
-    if limit is not None and not fits_all:
-        within = position < limit
-        if compiled:
-            present = within if present is None else present & within
-            position = tf.minimum(position, limit - 1)
-        else:
-            position = tf.boolean_mask(position, within)
-            flat = _keep(flat, within)
-    if feature.is_combined:
-        return flat, present, flat.bag, flat.num_rows, [flat.num_rows]
-    bag = flat.bag * positions + position
-    leading = [flat.num_rows, positions]
-    return flat, present, bag, flat.num_rows * positions, leading
-
-
-def _positions(
-    flat: _Flat, present: tf.Tensor | None
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """How many ids of its own example stand before each id, and the most."""
-    if present is None:
-        present = tf.ones_like(flat.bag, tf.bool)
-    counted = tf.cast(present, tf.int32)
-    lengths = tf.math.unsorted_segment_sum(counted, flat.bag, flat.num_rows)
-    starts = tf.cumsum(lengths, exclusive=True)
-    before = tf.cumsum(counted, exclusive=True)
-    longest = tf.reduce_max(tf.concat([lengths, [0]], 0))
-    return before - tf.gather(starts, flat.bag), longest
-
-
-def _keep(flat: _Flat, mask: tf.Tensor) -> _Flat:
-    weights = flat.weights
-    return dataclasses.replace(
-        flat,
-        ids=tf.boolean_mask(flat.ids, mask),
-        bag=tf.boolean_mask(flat.bag, mask),
-        width=None,
-        weights=None if weights is None else tf.boolean_mask(weights, mask),
-    )
-
-
-class Checks:
-    """The checks on values of all features of a call.
-
-    Those of the ids' range become one operation, whose error names every
-    feature that is wrong, not the first. What must hold before the ids can be
-    worked on at all is checked early, feature by feature.
-    """
-
-    def __init__(self) -> None:
-        self._last: list[_Check] = []
-        self._early: list[_Check] = []
-
-    def add(self, fails: tf.Tensor, message: Callable[[], tf.Tensor]) -> None:
-        """Adds a check: whether it fails, and what makes the message."""
-        self._last.append(_Check(fails, message))
-
-    def add_range_check(
-        self, feature: Feature, ids: tf.Tensor, bad: tf.Tensor
-    ) -> None:
-        """Reports ids outside the table of a feature that does not drop."""
-
-        def message() -> tf.Tensor:
-            found = tf.boolean_mask(ids, bad)
-            return tf.strings.format(
-                f"{feature.where}: {feature.expected_ids}. Received: id "
-                f"{_VALUE} ({_VALUE} such ids in this batch). "
-                f"{feature.cure_of_ids}",
-                (found[0], tf.size(found)),
-                placeholder=_VALUE,
-            )
-
-        self.add(tf.reduce_any(bad), message)
-
-    def add_equal(
-        self,
-        feature: Feature,
-        what: str,
-        ids: tf.Tensor,
-        weights: tf.Tensor,
-        compiled: bool,
-    ) -> None:
-        """Reports weights that do not lie beside the ids."""
-        if compiled:
-            return
-        same_size = tf.reduce_all(tf.equal(tf.shape(ids), tf.shape(weights)))
-        differ = tf.cond(
-            same_size,
-            lambda: tf.reduce_any(tf.not_equal(ids, weights)),
-            lambda: True,
-        )
-
-        def message() -> tf.Tensor:
-            return tf.strings.format(
-                f"{feature.where}: the weights must have the same {what} as "
-                f"the ids. Received: ids with {_VALUE}, weights with "
-                f"{_VALUE}. Give each id a weight in the same place.",
-                (ids, weights),
-                placeholder=_VALUE,
-            )
-
-        self._early.append(_Check(differ, message))
-
-    def add_width(
-        self, feature: Feature, width: tf.Tensor, expected: int
-    ) -> None:
-        """Reports a dense width, unknown until now, that was not declared."""
-
-        def message() -> tf.Tensor:
-            return tf.strings.format(
-                f"{feature.where}: input_shape={feature.input_shape} declares "
-                f"{expected} ids an example. Received: {_VALUE} ids an example",
-                width,
-                placeholder=_VALUE,
-            )
-
-        self._early.append(_Check(tf.not_equal(width, expected), message))
-
-    def add_rows_within(
-        self, feature: Feature, rows: tf.Tensor, num_rows: tf.Tensor
-    ) -> None:
-        """Reports sparse indices outside dense_shape; `rows` ascend."""
-        outside = tf.reduce_any(rows[:1] < 0) | tf.reduce_any(
-            rows[-1:] >= num_rows
-        )
-
-        def message() -> tf.Tensor:
-            return tf.strings.format(
-                f"{feature.where}: sparse ids need row indices within their "
-                f"dense_shape. Received: rows from {_VALUE} to {_VALUE}, "
-                f"dense_shape[0]={_VALUE}",
-                (rows[0], rows[-1], num_rows),
-                placeholder=_VALUE,
-            )
-
-        self._early.append(_Check(outside, message))
-
-    def run_early(self) -> list[tf.Operation]:
-        """The operation that runs the early checks added since the last one.
-
-        To be made a control dependency; empty if there is nothing to check.
-
-        Raises:
-            tf.errors.InvalidArgumentError: when run, if any check fails.
-        """
-        checks, self._early = self._early, []
-        return _run(checks)
-
-    def run(self) -> list[tf.Operation]:
-        """As `run_early`, of all other checks."""
-        return _run(self._last)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Check:
-    """Whether it fails, a scalar, and a function that makes the message."""
-
-    fails: tf.Tensor
-    message: Callable[[], tf.Tensor]
-
-
-def _run(checks: Sequence[_Check]) -> list[tf.Operation]:
-    if not checks:
-        return []
-    fails = tf.stack([check.fails for check in checks])
-
-    def fail() -> tf.Tensor:
-        messages = [
-            tf.cond(check.fails, check.message, lambda: tf.constant(""))
-            for check in checks
-        ]
-        found = tf.boolean_mask(tf.stack(messages), fails)
-        text = tf.strings.reduce_join(found, separator=" ")
-        failed = tf.debugging.Assert(False, [text], summarize=10)
-        with tf.control_dependencies([failed] if failed is not None else []):
-            return tf.constant(False)
-
-    return [tf.cond(tf.reduce_any(fails), fail, lambda: tf.constant(True))]

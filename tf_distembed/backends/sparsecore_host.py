@@ -16,9 +16,10 @@ from typing import Any
 import tensorflow as tf
 
 from tf_distembed.backends.sparsecore_layout import ALIGNMENT, TableLayout
+from tf_distembed.bags import Bags, to_bags
 from tf_distembed.features import Feature
 from tf_distembed.id_statistics import DroppedIds, LimitStatistics
-from tf_distembed.inputs import Bags, Checks, to_bags
+from tf_distembed.value_checks import Checks
 
 
 @dataclasses.dataclass(frozen=True)

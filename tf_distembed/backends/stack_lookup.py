@@ -17,10 +17,11 @@ import tensorflow as tf
 
 from tf_distembed import combiners
 from tf_distembed.backends import compilation
+from tf_distembed.bags import Bags, to_bags
 from tf_distembed.features import Feature
 from tf_distembed.id_statistics import DroppedIds
-from tf_distembed.inputs import Bags, Checks, to_bags
 from tf_distembed.stacking import Stack
+from tf_distembed.value_checks import Checks
 
 #: Reads rows of one table: ids `[N]` -> `[N, embedding_dim]`.
 RowReader = Callable[[tf.Tensor], tf.Tensor]
