@@ -31,6 +31,9 @@ EXTRAS = {
         "hypothesis>=6.100",
         "ruff>=0.17,<0.18",
         "mypy>=2.4,<2.5",
+        # Programs for it run beside ours, to show that they are the same. It
+        # requires Keras and ml-dtypes, and no TensorFlow.
+        "keras-rs==0.4.0",
     ],
 }
 
