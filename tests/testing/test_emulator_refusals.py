@@ -102,6 +102,23 @@ def test_size_that_depends_on_values(strategy, fn) -> None:
     assert "all sizes must be known when it is compiled" in message
 
 
+def test_slice_up_to_a_length_that_only_the_run_knows(strategy) -> None:
+    """XLA bounds it by what is sliced; here the length is a host block's."""
+
+    def fn(x, rows):
+        length = on_host(lambda: tf.ensure_shape(tf.size(rows), []))
+        return x[:length] * 2
+
+    spec = [tf.TensorSpec([4], tf.float32), tf.RaggedTensorSpec([None, None])]
+
+    @tf.function(input_signature=spec)
+    def step(x, rows):
+        return strategy.run(fn, args=(x, rows))
+
+    got = step(tf.range(4.0), tf.ragged.constant([[1.0], [2.0, 3.0]]))
+    assert got.numpy().tolist() == [0, 2, 4]
+
+
 def test_size_that_depends_on_values_beside_an_unknown_batch(
     strategy,
 ) -> None:

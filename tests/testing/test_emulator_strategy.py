@@ -326,6 +326,28 @@ def test_ragged_dataset_is_distributed_without_prefetch_only(
     ]
 
 
+def test_gather_clamps_and_scatter_drops_as_on_a_tpu(strategy) -> None:
+    with strategy.scope():
+        table = tf.Variable([[0.0], [1.0], [2.0]])
+        ids = tf.constant([5, -1, 1])
+
+    def fn():
+        gathered = tf.gather(table.read_value(), ids)
+        looked_up = tf.gather(table, ids)
+        updates = tf.IndexedSlices([[7.0], [8.0], [9.0]], ids)
+        tf.raw_ops.ResourceScatterUpdate(
+            resource=table.handle,
+            indices=updates.indices,
+            updates=updates.values,
+        )
+        return gathered[:, 0], looked_up[:, 0], table.read_value()[:, 0]
+
+    gathered, looked_up, after = run(strategy, fn)
+    np.testing.assert_array_equal(gathered, [[2, 0, 1]] * 2)
+    np.testing.assert_array_equal(looked_up, [[2, 0, 1]] * 2)
+    np.testing.assert_array_equal(after, [[0, 9, 2]] * 2)
+
+
 def test_assertions_of_the_replica_do_nothing_as_on_a_tpu(strategy) -> None:
     def fn(x):
         tf.debugging.assert_less(x, 0.0, "Not on a TPU.")

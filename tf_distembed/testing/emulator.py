@@ -77,7 +77,8 @@ def sparsecore_emulator(
     sorts a batch) must be possible on a TPU: only operations that XLA
     compiles, for these dtypes; no ragged, sparse or string tensors; no sizes
     that depend on values; no variables made outside the strategy's scope.
-    Assertions there do nothing, as on a TPU.
+    Assertions there do nothing, gathers clamp an index out of range and
+    scatters drop it, as on a TPU.
 
     It cannot show: speed; the order in which a SparseCore adds floats; the
     exchange between chips; memory (HBM) limits; more than one minibatch or

@@ -7,10 +7,14 @@ traced every operation that the TPU would compile is looked at, those of
 functions, branches and loops too:
 
 * XLA has a kernel for the operation and its dtypes. That leaves out strings,
-  ragged and sparse operations, printing, Python code, lookup tables.
+  ragged and sparse operations, printing, Python code, lookup tables. (With
+  soft placement TensorFlow moves some of these to the host by itself, at the
+  cost of transfers in every step; here that has to be said.)
 * Its results have sizes that are known while it is compiled. A batch whose
-  size the trace does not know is fine, as on a TPU, which pads it; a size that
-  depends on values is not, nor is what a host block sends over.
+  size the trace does not know is fine, as on a TPU, which pads it, and so is
+  a slice up to a length that only the run knows, which XLA bounds by what is
+  sliced. Other sizes that depend on values are not, nor is a tensor of unknown
+  size that a host block sends over.
 * Parts of ragged and sparse inputs go to host blocks only.
 * Variables were made under the strategy, and host blocks do not touch them.
 """
@@ -50,6 +54,8 @@ _SIZED_BY_VALUES = frozenset(
         "Where",
     }
 )
+# XLA bounds what these make by what they are given.
+_SLICES = frozenset({"Slice", "StridedSlice"})
 # The first input of these chooses the branch.
 _BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 # What lies between a user's line and an operation.
@@ -94,7 +100,8 @@ class _Marks:
 
     Attributes:
         composite: Parts of ragged and sparse inputs.
-        dynamic: Sizes may be unknown, for those of the replica's inputs are.
+        dynamic: Sizes may be unknown, for those of the replica's inputs are,
+            or those of a slice.
         refused: Inputs of unknown size where the RunOptions forbid it.
         host: Results of host blocks.
         device: Results of compiled operations.
@@ -269,6 +276,13 @@ class _Checker:
 
     def _check_sizes(self, operation: tf.Operation, marks: _Marks) -> None:
         dynamic = any(t.name in marks.dynamic for t in operation.inputs)
+        if operation.type in _SLICES:
+            (result,), sliced = operation.outputs, operation.inputs[0]
+            dynamic |= (
+                sliced.shape.is_fully_defined()
+                and result.shape.rank is not None
+                and not result.shape.is_fully_defined()
+            )
         # What follows from an unknown size was reported where that began.
         reported = any(not t.shape.is_fully_defined() for t in operation.inputs)
         for output in operation.outputs:
