@@ -78,10 +78,18 @@ DENSE_FEATURES = {
         ],
     ),
 }
-#: The same, and a feature whose rows have any length: empty ones first, in
-#: the middle and last, a whole batch of them, and weights, some of them 0.
+#: The same, and features whose rows have any length: empty ones first, in the
+#: middle and last, a whole batch of them, and weights, some of them 0.
 RAGGED_FEATURES = {
     **DENSE_FEATURES,
+    "liked": Feature(
+        "user",
+        [
+            [[1, 1, 3], [], [2], []],
+            [[], [], [], []],
+            [[], [0, 5], [2, 4, 2, 2], [5]],
+        ],
+    ),
     "seen": Feature(
         "item",
         [
@@ -191,7 +199,7 @@ def make_head() -> keras.layers.Dense:
     head = keras.layers.Dense(
         1, kernel_initializer=keras.initializers.RandomUniform(seed=5)
     )
-    head.build((None, 4 + 4 + 3 + 4))
+    head.build((None, 18))  # features of width 4, 4, 3, 4 and 3
     return head
 
 
