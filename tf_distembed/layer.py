@@ -465,12 +465,12 @@ class DistributedEmbedding(keras.layers.Layer):
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         state = self._parts.state
-        return {entry.key: state.read(entry) for entry in state.entries()}
+        return {e.checkpoint_key: state.read(e) for e in state.entries()}
 
     def _restore_from_tensors(self, restored: Mapping[str, tf.Tensor]) -> None:
-        self._parts.state.load(
-            restored, f"The checkpoint read by layer '{self.name}'"
-        )
+        state = self._parts.state
+        found = {e.key: restored[e.checkpoint_key] for e in state.entries()}
+        state.load(found, f"The checkpoint read by layer '{self.name}'")
 
     def _trackable_children(
         self, save_type: str = "checkpoint", **kwargs: Any

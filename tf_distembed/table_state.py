@@ -44,6 +44,15 @@ class Entry:
         """Its name in a file."""
         return f"{self.table}:{self.slot}"
 
+    @property
+    def checkpoint_key(self) -> str:
+        """The same in a `tf.train.Checkpoint`.
+
+        TensorFlow escapes dots in the names of tensors twice when it writes
+        them and once when it looks for them.
+        """
+        return self.key.replace("%", "%25").replace(".", "%2E")
+
     def record(self) -> dict[str, Any]:
         """What an index says of it."""
         return {**dataclasses.asdict(self), "shape": list(self.shape)}
