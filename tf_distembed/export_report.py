@@ -133,6 +133,7 @@ class ExportReport:
             [name for name, _ in bars], [size / 2**20 for _, size in bars]
         )
         axes.bar_label(drawn, [_size(size) for _, size in bars], padding=4)
+        axes.margins(x=0.2)  # room for the labels
         axes.invert_yaxis()
         axes.set_xlabel("MiB in memory")
         axes.set_title(f"SavedModel in {self.directory}")

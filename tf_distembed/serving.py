@@ -71,7 +71,8 @@ def export_for_serving(
         signature: The inputs of a model that does not know them (all but
             functional and Sequential ones), or other specs than its own:
             `tf.TensorSpec`, `tf.RaggedTensorSpec`, `tf.SparseTensorSpec` or
-            `keras.Input`, with the batch, in the structure of the inputs.
+            `keras.Input`, with the batch, in the structure in which the
+            model takes its inputs (the first argument of its call).
         row_dtype: `"float32"`: every table in its own dtype, exact.
             `"float16"` or `"bfloat16"`: the rows of every table of a
             `DistributedEmbedding` or `EmbedReduce` take half the memory, and

@@ -28,7 +28,7 @@ from tf_distembed import structures
 from tf_distembed.inputs import DENSE, RAGGED, SPARSE, kind_of
 
 # What Keras calls an input that the user gave no name.
-_AUTOMATIC = re.compile(r"(keras_tensor|input_layer|input)(_\d+)*$")
+_AUTOMATIC = re.compile(r"(keras_tensor|input_layer)(_\d+)*$")
 
 
 @dataclasses.dataclass(frozen=True)
