@@ -195,7 +195,7 @@ def distribute_dataset(
     if not isinstance(distributed, tf.distribute.DistributedDataset):
         return distributed
     rows = None if batch_size is None else batch_size // replicas
-    return _DistributedBatches(distributed, BatchHint(pad_last_batch, rows))
+    return _with_hint(distributed, BatchHint(pad_last_batch, rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,36 +216,25 @@ def hint_of(iterator: Any) -> BatchHint:
     return getattr(iterator, _HINT, BatchHint())
 
 
-class _DistributedBatches(tf.distribute.DistributedDataset):
-    """TensorFlow's distributed dataset, whose iterators carry a hint."""
+def _with_hint(dataset: Any, hint: BatchHint) -> Any:
+    """The dataset, whose iterators carry a hint from now on.
 
-    def __init__(
-        self, dataset: tf.distribute.DistributedDataset, hint: BatchHint
-    ) -> None:
-        self._dataset = dataset
-        setattr(self, _HINT, hint)
+    It stays TensorFlow's own object, of a subclass of its class: Keras asks
+    for that class by name.
+    """
+    kind: Any = type(dataset)
 
-    def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self._dataset)
-        # TensorFlow passes it to functions as what it is; the hint is read
-        # before that.
-        setattr(iterator, _HINT, hint_of(self))
-        return iterator
+    class DistributedDataset(kind):
+        """TensorFlow's, with a hint."""
 
-    @property
-    def element_spec(self) -> Any:
-        """The type specification of an element."""
-        return self._dataset.element_spec
+        def __iter__(self) -> Iterator[Any]:
+            iterator = super().__iter__()
+            setattr(iterator, _HINT, hint)
+            return iterator
 
-    def reduce(self, initial_state: Any, reduce_func: Any) -> Any:
-        """See `tf.data.Dataset.reduce`."""
-        return self._dataset.reduce(initial_state, reduce_func)
-
-    def __getattr__(self, name: str) -> Any:
-        # Whatever else TensorFlow and Keras look for, such as `cardinality`.
-        if name.startswith("__") or name == "_dataset":
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
+    dataset.__class__ = DistributedDataset
+    setattr(dataset, _HINT, hint)
+    return dataset
 
 
 def _input_options(dataset: tf.data.Dataset) -> Any:

@@ -182,6 +182,10 @@ class TableVariable(keras.Variable):
         context = _many_replicas()
         if context is None:
             return ids, gradient
+        if isinstance(context.strategy, tf.distribute.MirroredStrategy):
+            # One process holds all parts. Collectives of a changing size
+            # cannot be used in a loop: TensorFlow remembers the first one's.
+            return context.merge_call(_on_all_devices, args=(ids, gradient))
         # TensorFlow crashes if no replica has anything to gather: one without
         # ids sends a row of id -1, which is dropped again.
         absent = tf.cast(tf.equal(tf.size(ids), 0), tf.int32)
@@ -193,6 +197,20 @@ class TableVariable(keras.Variable):
             return ids, gradient
         present = tf.where(ids >= 0)[:, 0]
         return tf.gather(ids, present), tf.gather(gradient, present)
+
+
+def _on_all_devices(
+    strategy: tf.distribute.Strategy, *values: Any
+) -> tuple[Any, ...]:
+    """Each value of all replicas, one after the other, on each device."""
+    parts = [strategy.experimental_local_results(value) for value in values]
+    whole = []
+    for device in strategy.extended.worker_devices:
+        with tf.device(device):
+            whole.append(tuple(tf.concat(part, axis=0) for part in parts))
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: whole[context.replica_id_in_sync_group]
+    )
 
 
 def fill_from(variable: keras.Variable, initial: InitialValues) -> None:
