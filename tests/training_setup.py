@@ -149,7 +149,7 @@ def model_state(model: keras.Model) -> dict[str, np.ndarray]:
         ("optimizer", model.optimizer.variables),
     ):
         for i, variable in enumerate(variables):
-            found[f"{kind}/{i}/{variable.name}"] = np.array(variable.numpy())
+            found[f"{kind}/{i}"] = np.array(variable.numpy())
     return found
 
 

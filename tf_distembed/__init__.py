@@ -25,10 +25,15 @@ _PUBLIC = {
     "EmbedReduce": "embed_reduce",
     "FeatureConfig": "config",
     "TableConfig": "config",
+    "TableLearningRateScheduler": "callbacks",
     "distribute_dataset": "strategy",
     "export_for_serving": "serving",
+    "fit": "training",
     "load_tables": "state",
+    "make_eval_step": "steps",
+    "make_predict_step": "steps",
     "make_strategy": "strategy",
+    "make_train_step": "steps",
     "save_tables": "state",
 }
 _SUBPACKAGES = ("datasets", "testing")
@@ -38,20 +43,32 @@ __all__ = [
     "EmbedReduce",
     "FeatureConfig",
     "TableConfig",
+    "TableLearningRateScheduler",
     "distribute_dataset",
     "export_for_serving",
+    "fit",
     "load_tables",
+    "make_eval_step",
+    "make_predict_step",
     "make_strategy",
+    "make_train_step",
     "save_tables",
 ]
 
 if TYPE_CHECKING:
+    from tf_distembed.callbacks import TableLearningRateScheduler
     from tf_distembed.config import FeatureConfig, TableConfig
     from tf_distembed.embed_reduce import EmbedReduce
     from tf_distembed.layer import DistributedEmbedding
     from tf_distembed.serving import export_for_serving
     from tf_distembed.state import load_tables, save_tables
+    from tf_distembed.steps import (
+        make_eval_step,
+        make_predict_step,
+        make_train_step,
+    )
     from tf_distembed.strategy import distribute_dataset, make_strategy
+    from tf_distembed.training import fit
 elif sys.argv[:1] != ["-m"]:
     # Keras finds a saved model's layers once their modules are imported. While
     # `python -m` looks for a command line, nothing is.
