@@ -101,6 +101,9 @@ class Feature:
     weights: tuple[Sequence, ...] | None = None
     dtype: str = "int64"
     weights_dtype: str = "float32"
+    #: True: ragged or sparse weights come as a tensor with row splits or
+    #: indices of its own. False: they are `ids.with_values(weights)`.
+    weights_apart: bool = False
     rank: int = 2
     #: Columns of the sparse tensor's dense shape.
     columns: int = 16

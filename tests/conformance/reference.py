@@ -382,17 +382,20 @@ class Reference:
         """
         result = Result()
         initial = values or {t.name: t.initial_values() for t in case.tables}
-        optimizers = {}
+        optimizers, slots = {}, {}
         for table in case.tables:
             optimizer = self.optimizers[table.optimizer or default_optimizer]
             optimizers[table.name] = optimizer
             start = np.array(initial[table.name], np.float64)
             result.tables[table.name] = start
-            result.slots[table.name] = {
+            slots[table.name] = {
                 name: np.full(start.shape, value)
                 for name, value in optimizer.slots.items()
             }
-            result.steps[table.name] = 0
+            if self.trains(table) and optimizer.maker != "model":
+                # What the layer shows: the state of its own optimizers.
+                result.slots[table.name] = slots[table.name]
+                result.steps[table.name] = 0
         seen = dict.fromkeys(result.tables, 0)
 
         for step, batch in enumerate(case.batches):
@@ -416,7 +419,8 @@ class Reference:
                 values_ = result.tables[table.name]
                 seen[table.name] += bool(uses[table.name])
                 t = self.step_count(step + 1, seen[table.name])
-                result.steps[table.name] = t
+                if table.name in result.steps:
+                    result.steps[table.name] = t
                 summed = np.zeros_like(values_)
                 for part in self.contributions(uses[table.name], batch):
                     gradient = np.zeros_like(values_)
@@ -426,7 +430,7 @@ class Reference:
                     self.update(
                         optimizers[table.name],
                         values_,
-                        result.slots[table.name],
+                        slots[table.name],
                         self.touched(table, part),
                         gradient,
                         t,

@@ -21,10 +21,11 @@ from tests.conformance.cases import (
     Feature,
     Layer,
     Optimizer,
+    Use,
     output_gradient,
 )
 from tests.conformance.reference import Result
-from tests.conformance.registry import NAMES, OPTIMIZERS, layer_of
+from tests.conformance.registry import LAYERS, NAMES, OPTIMIZERS, layer_of
 
 _NATIVE = tf.tpu.experimental.embedding
 
@@ -113,17 +114,23 @@ def make_batch(layer: Layer, step: int, rows: range) -> Batch:
     """What a replica is fed in a step: the features' rows `rows`.
 
     Returns:
-        feature -> "ids", "weights" (only if it has some) and "gradient", the
-        coefficients of its output in the loss.
+        feature -> "ids", "weights" (only if it has some; flat values unless
+        `weights_apart`) and "gradient", the coefficients of its output in
+        the loss.
     """
     batch: Batch = {}
     dims = {table.name: table.dim for table in layer.tables}
     for feature in layer.features:
-        fed = {"ids": _tensor(feature, step, rows, feature.ids, feature.dtype)}
+        uses = [use for use in feature.uses(step) if use.row in rows]
+        ids = tf.constant([use.id for use in uses], feature.dtype)
+        fed = {"ids": _of_kind(feature, step, rows, uses, ids)}
         if feature.weights is not None:
-            fed["weights"] = _tensor(
-                feature, step, rows, feature.weights, feature.weights_dtype
+            weights = tf.constant(
+                [use.weight for use in uses], feature.weights_dtype
             )
+            if feature.kind == "dense" or feature.weights_apart:
+                weights = _of_kind(feature, step, rows, uses, weights)
+            fed["weights"] = weights
         gradient = output_gradient(
             feature, step, layer.batches[step], dims[feature.table]
         )
@@ -134,51 +141,65 @@ def make_batch(layer: Layer, step: int, rows: range) -> Batch:
     return batch
 
 
-def _tensor(
-    feature: Feature, step: int, rows: range, steps: Sequence, dtype: str
+def _of_kind(
+    feature: Feature, step: int, rows: range, uses: list[Use], flat: tf.Tensor
 ) -> Any:
-    """The rows of one step's ids, or of its weights, as the feature's kind."""
-    values = steps[step]
+    """One value a use, in the kind of tensor that the feature is fed."""
     if feature.kind == "sparse":
-        cells = feature.ids[step]
-        if steps is feature.ids:
-            values = [value for _, _, value in cells]
-        here = [i for i, (row, _, _) in enumerate(cells) if row in rows]
-        indices = [(cells[i][0] - rows.start, cells[i][1]) for i in here]
+        cells = [(use.row - rows.start, use.column) for use in uses]
         return tf.SparseTensor(
-            np.array(indices, np.int64).reshape(-1, 2),
-            tf.constant([values[i] for i in here], dtype),
+            np.array(cells, np.int64).reshape(-1, 2),
+            flat,
             [len(rows), feature.columns],
         )
-    values = values[rows.start : rows.stop]
-    flat = tf.constant([value for row in values for value in row], dtype)
     if feature.kind == "ragged":
-        return tf.RaggedTensor.from_row_lengths(
-            flat,
-            tf.constant([len(row) for row in values], feature.row_splits_dtype),
-        )
+        lengths = [
+            len(row) for row in feature.ids[step][rows.start : rows.stop]
+        ]
+        splits = np.cumsum([0, *lengths]).astype(feature.row_splits_dtype)
+        return tf.RaggedTensor.from_row_splits(flat, splits, validate=False)
     if feature.rank == 1:
         return flat
-    return tf.reshape(flat, [len(values), len(feature.ids[0][0])])
+    return tf.reshape(flat, [len(rows), _dense_width(feature)])
 
 
-def signature_of(batch: Batch) -> Any:
-    """The batch's type with any number of rows: one trace for all steps."""
+def _dense_width(feature: Feature) -> int:
+    """The number of ids of each row, also if there is none."""
+    rows = [row for step in feature.ids for row in step]
+    if rows:
+        return len(rows[0])
+    assert feature.input_shape is not None
+    return feature.input_shape[1]
 
-    def open_rows(tensor: Any) -> tf.TypeSpec:
+
+def signature_of(layer: Layer, rows: int | None) -> Any:
+    """The type of all its batches: one trace serves all steps.
+
+    Args:
+        layer: whose batches.
+        rows: their number of rows, None if it varies.
+    """
+    batch = make_batch(layer, 0, range(0))
+
+    def with_rows(feature: Feature, name: str, tensor: Any) -> tf.TypeSpec:
         spec = tf.type_spec_from_value(tensor)
-        shape = [None, *spec.shape[1:]]
+        shape = [rows, *spec.shape[1:]]
         if isinstance(spec, tf.RaggedTensorSpec):
             return tf.RaggedTensorSpec(
                 shape, spec.dtype, 1, spec.row_splits_dtype
             )
         if isinstance(spec, tf.SparseTensorSpec):
-            return tf.SparseTensorSpec([None, None], spec.dtype)
+            return tf.SparseTensorSpec([rows, None], spec.dtype)
+        if name == "weights" and feature.kind != "dense":
+            shape = [None]
         return tf.TensorSpec(shape, spec.dtype)
 
     return {
-        feature: {name: open_rows(tensor) for name, tensor in fed.items()}
-        for feature, fed in batch.items()
+        feature.name: {
+            name: with_rows(feature, name, tensor)
+            for name, tensor in batch[feature.name].items()
+        }
+        for feature in layer.features
     }
 
 
@@ -199,15 +220,17 @@ def training_step(
     def step(batch: Batch) -> dict[str, dict[str, tf.Tensor]]:
         ids = {name: fed["ids"] for name, fed in batch.items()}
         weights = {name: fed.get("weights") for name, fed in batch.items()}
-        watched = {}
+        watched = {
+            feature.name: weights[feature.name]
+            for feature in layer.features
+            if feature.weights_gradient
+        }
         with tf.GradientTape() as tape:
+            tape.watch(watched)
             for feature in layer.features:
-                if feature.weights_gradient:
-                    flat = _flat_values(weights[feature.name])
-                    tape.watch(flat)
-                    watched[feature.name] = flat
+                if feature.weights is not None and not feature.weights_apart:
                     weights[feature.name] = _with_flat_values(
-                        weights[feature.name], flat
+                        ids[feature.name], weights[feature.name]
                     )
             outputs = embedding(ids, weights, training=True)
             loss = tf.add_n(
@@ -240,8 +263,8 @@ def _flat_values(weights: Any) -> tf.Tensor:
     return weights if isinstance(weights, tf.Tensor) else weights.values
 
 
-def _with_flat_values(weights: Any, flat: tf.Tensor) -> Any:
-    return flat if isinstance(weights, tf.Tensor) else weights.with_values(flat)
+def _with_flat_values(ids: Any, flat: tf.Tensor) -> Any:
+    return flat if isinstance(ids, tf.Tensor) else ids.with_values(flat)
 
 
 def _by_table(
@@ -259,9 +282,11 @@ def _by_table(
             assert not found, f"frozen table {table.name} has a gradient"
             continue
         (gradient,) = found
-        result[table.name] = tf.math.unsorted_segment_sum(
-            gradient.values, gradient.indices, table.vocabulary
-        )
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = tf.math.unsorted_segment_sum(
+                gradient.values, gradient.indices, table.vocabulary
+            )
+        result[table.name] = gradient
     return result
 
 
@@ -305,12 +330,15 @@ def run_layer(
     step = training_step(
         layer, embedding, optimizer, sees_gradients=sees_gradients
     )
+    sizes = {len(part) for rows in layer.batches for part in shares(rows)}
+    signature = signature_of(layer, sizes.pop() if len(sizes) == 1 else None)
     if strategy is None:
-        call = compiled(step, None)
+        call = compiled(step, signature)
     else:
         call = tf.function(
             lambda batch: strategy.run(step, args=(batch,)),
-            reduce_retracing=True,
+            input_signature=[_of_each_replica(strategy, signature)],
+            autograph=False,
         )
 
     result = Result()
@@ -319,8 +347,6 @@ def run_layer(
         batches = [make_batch(layer, number, part) for part in parts]
         if strategy is None:
             (batch,) = batches
-            if number == 0:
-                call = compiled(step, signature_of(batch))
             replicas = [tf.nest.map_structure(np.asarray, call(batch))]
         else:
             distributed = strategy.experimental_distribute_values_from_function(
@@ -345,11 +371,25 @@ def run_layer(
     return result
 
 
+def _of_each_replica(
+    strategy: tf.distribute.Strategy, signature: Any
+) -> tf.TypeSpec:
+    """The type of a value that has this type on each replica."""
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter(()), output_signature=signature
+    )
+    return strategy.distribute_datasets_from_function(
+        lambda _: dataset,
+        # TPUs refuse ragged and sparse elements otherwise.
+        tf.distribute.InputOptions(experimental_fetch_to_device=False),
+    ).element_spec
+
+
 def _fed_shape(feature: Feature) -> tuple[int | None, ...]:
     if feature.rank == 1:
         return (None,)
     if feature.kind == "dense":
-        return (None, len(feature.ids[0][0]))
+        return (None, _dense_width(feature))
     return (None, None)
 
 
@@ -426,6 +466,8 @@ class Backend:
     family: str = DEFAULT_DEVICE
     #: Whether XLA compiles the step, which it does for dense inputs.
     xla: bool = False
+    #: The layers it runs, where the others would show nothing new.
+    layers: tuple[str, ...] = tuple(LAYERS)
 
     def layer(self, name: str) -> Layer:
         """The cases of the layer that hold on this backend."""
@@ -439,7 +481,7 @@ def _in_function(layer: Layer, optimizer: str, fixture: Callable) -> Result:
         layer,
         optimizer,
         compiled=lambda step, signature: tf.function(
-            step, input_signature=[signature]
+            step, input_signature=[signature], autograph=False
         ),
     )
 
@@ -453,7 +495,10 @@ def _by_xla(layer: Layer, optimizer: str, fixture: Callable) -> Result:
         layer,
         optimizer,
         compiled=lambda step, signature: tf.function(
-            step, input_signature=[signature], jit_compile=True
+            step,
+            input_signature=[signature],
+            autograph=False,
+            jit_compile=True,
         ),
     )
 
@@ -472,5 +517,9 @@ BACKENDS = {
     "default_device": Backend(_in_function),
     "default_device_eager": Backend(_eagerly),
     "default_device_xla": Backend(_by_xla, xla=True),
-    "mirrored": Backend(_mirrored),
+    # Each replica looks up as a single device does; updates are what differs.
+    "mirrored": Backend(
+        _mirrored,
+        layers=("adam", "batches", "momentum", "ftrl", "native", "model"),
+    ),
 }

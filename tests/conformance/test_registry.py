@@ -12,7 +12,7 @@ from tests.conformance.runners import BACKENDS
 RUNS = [
     pytest.param(backend, case, id=f"{backend}-{layer}-{case.name}")
     for backend in BACKENDS
-    for layer in LAYERS
+    for layer in BACKENDS[backend].layers
     for case in BACKENDS[backend].layer(layer).cases
 ]
 
@@ -35,6 +35,14 @@ def test_every_case_runs_somewhere():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case_is_left_out_only_for_a_reason(case):
     assert len(case.backends) == 2 or case.reason
+
+
+def test_weights_come_apart_in_every_kind():
+    features = [f for case in CASES for f in case.features]
+    apart = {f.kind for f in features if f.weights_apart}
+    assert apart == {"dense", "ragged", "sparse"}
+    # The tape watches flat values.
+    assert not any(f.weights_apart and f.weights_gradient for f in features)
 
 
 def test_names_are_unique():

@@ -140,6 +140,15 @@ def rows_for(kind: str) -> tuple[Rows, Rows]:
     return (GRID, GRID_WEIGHTS) if kind == "dense" else (BAGS, WEIGHTS)
 
 
+def combiners_for(kind: str) -> tuple[str, ...]:
+    """All for ragged, mean alone for the other kinds.
+
+    Kinds differ in how bags are made, not in how they are combined; the
+    section "Kinds" has every combiner with every kind.
+    """
+    return COMBINERS if kind == "ragged" else ("mean",)
+
+
 def on_default_device(reason: str) -> dict[str, Any]:
     """Arguments of a case that SparseCore cannot run, and why."""
     return {"backends": (DEFAULT_DEVICE,), "reason": reason}

@@ -62,35 +62,42 @@ def cases_of_kinds() -> list[Case]:
             ),
         ]
 
-    for combiner in COMBINERS:
-        tables = [Table(kind, 12, 5, combiner, code=1) for kind in KINDS]
-        cases.append(
-            Case(
-                f"same_data_of_any_kind_{combiner}",
-                "adagrad",
-                tuple(tables),
-                tuple(
-                    feature(f"f_{t.name}", t, t.name, GRID, GRID_WEIGHTS)
-                    for t in tables
-                ),
-                shows=("weights are ignored", "one step an occurrence"),
-            )
-        )
-        one, column = (
-            Table("one", 12, 3, combiner, code=2),
-            Table("column", 12, 3, combiner, code=2),
-        )
-        cases += [
-            Case(
-                f"rank_one_is_one_column_{combiner}",
-                "adagrad",
-                (one, column),
-                (
-                    feature("f", one, "dense", SINGLE, rank=1),
-                    feature("g", column, "dense", SINGLE),
-                ),
-                shows=("one step an occurrence",),
+    tables = [Table(kind, 12, 5, "mean", code=1) for kind in KINDS]
+    one, column = (Table(name, 12, 3, "mean", code=2) for name in ("c", "d"))
+    cases += [
+        Case(
+            "same_data_of_any_kind",
+            "adagrad",
+            tuple(tables),
+            tuple(
+                feature(
+                    f"f_{t.name}",
+                    t,
+                    t.name,
+                    GRID,
+                    GRID_WEIGHTS,
+                    weights_apart=True,
+                )
+                for t in tables
             ),
+            shows=("weights are ignored", "one step an occurrence"),
+        ),
+        Case(
+            "rank_one_is_one_column",
+            "adagrad",
+            (one, column),
+            (
+                feature("f", one, "dense", SINGLE, rank=1),
+                feature("g", column, "dense", SINGLE),
+            ),
+            shows=("one step an occurrence",),
+        ),
+    ]
+    for combiner in COMBINERS:
+        one, column = (
+            Table(name, 12, 3, combiner, code=2) for name in ("one", "column")
+        )
+        cases.append(
             Case(
                 f"bag_of_one_follows_the_formula_{combiner}",
                 "adagrad",
@@ -107,8 +114,8 @@ def cases_of_kinds() -> list[Case]:
                         else ("a bag of one is weighted",)
                     ),
                 ),
-            ),
-        ]
+            )
+        )
 
     a, b, c = (Table(name, 12, 4, "mean") for name in "abc")
     cases += [
@@ -117,7 +124,15 @@ def cases_of_kinds() -> list[Case]:
             "adagrad",
             (a, b),
             (
-                feature("f", a, "sparse", BAGS, WEIGHTS, order="reversed"),
+                feature(
+                    "f",
+                    a,
+                    "sparse",
+                    BAGS,
+                    WEIGHTS,
+                    order="reversed",
+                    weights_apart=True,
+                ),
                 feature("g", b, "sparse", BAGS, order="shuffled"),
             ),
             shows=("one step an occurrence", "weights are ignored"),
@@ -222,7 +237,13 @@ def cases_of_kinds() -> list[Case]:
             (a,),
             (
                 feature(
-                    "f", a, "ragged", BAGS, WEIGHTS, row_splits_dtype="int32"
+                    "f",
+                    a,
+                    "ragged",
+                    BAGS,
+                    WEIGHTS,
+                    row_splits_dtype="int32",
+                    weights_apart=True,
                 ),
             ),
             shows=("weights are ignored",),

@@ -23,6 +23,16 @@ _NO_WEIGHTS_GRADIENT = (
 )
 
 
+#: Every type once; each kind has an integer and a float one.
+WEIGHTS_TYPES = {
+    "dense": ("int32", "float64"),
+    "ragged": (
+        "int8", "uint8", "int32", "int64", "float16", "bfloat16", "float64"
+    ),
+    "sparse": ("int64", "float16"),
+}  # fmt: skip
+
+
 def cases_of_weights() -> list[Case]:
     """The cases of this section."""
     cases = []
@@ -103,45 +113,44 @@ def cases_of_weights() -> list[Case]:
                 shows=through or ("weights are ignored",),
                 **on_default_device(_NO_WEIGHTS_GRADIENT),
             ),
-            Case(
-                f"gradient_to_weights_of_cut_and_dropped_ids_{combiner}",
-                "sgd",
-                tuple(kinds),
-                tuple(
-                    feature(
-                        f"f_{t.name}",
-                        t,
-                        t.name,
-                        INVALID_GRID if t.name == "dense" else INVALID,
-                        GRID_WEIGHTS if t.name == "dense" else INVALID_WEIGHTS,
-                        order="shuffled",
-                        weights_gradient=True,
-                        invalid_ids="drop",
-                        input_shape=(BATCH, 3 if t.name == "dense" else 2),
-                    )
-                    for t in kinds
-                ),
-                shows=(
-                    "ids are clamped",
-                    "weights are not dropped alongside",
-                    "the cut comes before the drop",
-                ),
-                **on_default_device(_NO_WEIGHTS_GRADIENT),
-            ),
         ]
 
-    types = (
-        "int8", "uint8", "int32", "int64", "float16", "bfloat16", "float64"
-    )  # fmt: skip
+    kinds = [Table(kind, 12, 4, "mean", code=4) for kind in KINDS]
+    cases.append(
+        Case(
+            "gradient_to_weights_of_cut_and_dropped_ids",
+            "sgd",
+            tuple(kinds),
+            tuple(
+                feature(
+                    f"f_{t.name}",
+                    t,
+                    t.name,
+                    INVALID_GRID if t.name == "dense" else INVALID,
+                    GRID_WEIGHTS if t.name == "dense" else INVALID_WEIGHTS,
+                    order="shuffled",
+                    weights_gradient=True,
+                    invalid_ids="drop",
+                    input_shape=(BATCH, 3 if t.name == "dense" else 2),
+                )
+                for t in kinds
+            ),
+            shows=(
+                "ids are clamped",
+                "weights are not dropped alongside",
+                "the cut comes before the drop",
+            ),
+            **on_default_device(_NO_WEIGHTS_GRADIENT),
+        )
+    )
+    table = Table("t", 12, 4, "mean")
     for kind in KINDS:
-        tables = {d: Table(f"t_{d}", 12, 4, "mean") for d in types}
         rows, weights = rows_for(kind)
-        whole = [[3 * w for w in row] for row in weights]
         features = []
-        for dtype, table in tables.items():
+        for dtype in WEIGHTS_TYPES[kind]:
             values = weights
             if "int" in dtype:
-                values = [[int(w) for w in row] for row in whole]
+                values = [[int(3 * w) for w in row] for row in weights]
             if "uint" in dtype:
                 values = [[abs(w) for w in row] for row in values]
             features.append(
@@ -151,19 +160,25 @@ def cases_of_weights() -> list[Case]:
             Case(
                 f"{kind}_weights_of_every_type",
                 "adagrad",
-                tuple(tables.values()),
+                (table,),
                 tuple(features),
                 shows=("weights are ignored", "mean over the count"),
             )
         )
-    table = Table("t", 12, 4, "mean")
     cases.append(
         Case(
             "weights_for_some_features_only",
             "adagrad",
             (table,),
             (
-                feature("weighted", table, "ragged", BAGS, WEIGHTS),
+                feature(
+                    "weighted",
+                    table,
+                    "ragged",
+                    BAGS,
+                    WEIGHTS,
+                    weights_apart=True,
+                ),
                 feature("f", table, "ragged", BAGS),
                 feature("g", table, "dense", GRID, GRID_WEIGHTS),
                 feature("h", table, "dense", GRID),
