@@ -28,6 +28,7 @@ EXTRAS = {
     # one may refuse code that was clean when it was written.
     "test": [
         "pytest>=8",
+        "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "ruff>=0.17,<0.18",
         "mypy>=2.4,<2.5",

@@ -12,5 +12,5 @@ export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-# One process: each one more would import TensorFlow anew.
-"$PYTHON" -m pytest -m "not slow" "$@"
+# Two processes, a file in one of them: each imports TensorFlow anew.
+"$PYTHON" -m pytest -n 2 --dist loadfile -m "not slow" "$@"

@@ -207,7 +207,9 @@ def loss_of(
     outputs: Mapping[str, tf.Tensor], head: Any, labels: tf.Tensor
 ) -> tf.Tensor:
     """Squared error over the batch; a replica's part adds up to the whole."""
-    joined = tf.concat([outputs[name] for name in sorted(outputs)], 1)
+    joined = tf.concat(
+        [tf.cast(outputs[name], tf.float32) for name in sorted(outputs)], 1
+    )
     missing = head.kernel.shape[0] - joined.shape[1]
     joined = tf.pad(joined, [[0, 0], [0, missing]])
     return tf.reduce_sum(tf.square(head(joined) - labels)) / BATCH
@@ -227,7 +229,8 @@ def make_step(
         with tf.GradientTape() as tape:
             outputs = layer(ids, weights, training=training)
             loss = loss_of(outputs, head, labels)
-        optimizer.apply(tape.gradient(loss, variables), variables)
+            scaled = optimizer.scale_loss(loss)
+        optimizer.apply(tape.gradient(scaled, variables), variables)
         return loss
 
     return step

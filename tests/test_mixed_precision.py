@@ -41,28 +41,10 @@ def expected() -> ref.State:
     return ref.DenseReference(FEATURES, ref.own_optimizers()).run().state
 
 
-def _cast(outputs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    return {name: tf.cast(v, tf.float32) for name, v in outputs.items()}
-
-
 def _step(
     layer: tde.DistributedEmbedding, optimizer: Any = None
 ) -> Callable[..., tf.Tensor]:
-    """As `ref.make_step`, with a float32 head and scaled losses."""
-    head = ref.make_head()
-    optimizer = optimizer or K.SGD(0.1)
-    variables = layer.trainable_variables + head.trainable_variables
-    optimizer.build(variables)
-
-    def step(ids: Any, weights: Any, labels: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            outputs = _cast(layer(ids, weights, training=True))
-            loss = ref.loss_of(outputs, head, labels)
-            scaled = optimizer.scale_loss(loss)
-        optimizer.apply(tape.gradient(scaled, variables), variables)
-        return loss
-
-    return step
+    return ref.make_step(layer, ref.make_head(), optimizer or K.SGD(0.1))
 
 
 def _run(step: Callable, steps: Any = range(ref.STEPS)) -> None:
@@ -127,11 +109,14 @@ def test_every_kind_and_combiner_in_every_dtype(
         given["weighted"] = ref.ragged(weights, tf.float32)
         given["dense"] = ref.dense([[1, 2], [0, 0.5], [1, -3]], tf.float32)
         with tf.GradientTape() as tape:
-            outputs = _cast(layer(ids, given, training=training))
-            loss = tf.add_n([tf.reduce_sum(v**2) for v in outputs.values()])
+            outputs = [
+                tf.cast(value, tf.float32)
+                for value in layer(ids, given, training=training).values()
+            ]
+            loss = tf.add_n([tf.reduce_sum(value**2) for value in outputs])
         gradient = tape.gradient(loss, layer.trainable_variables)[0]
         dense = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
-        return [*outputs.values(), dense]
+        return [*outputs, dense]
 
     tolerance = {"bfloat16": 2e-2, "float16": 2e-3, "float64": 1e-6}[name]
     for training in (False, True):
@@ -174,8 +159,10 @@ SCALED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("wrap", [tf.function, eagerly])
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(
+    "name, wrap",
+    [("dynamic", tf.function), *((name, eagerly) for name in SCALED)],
+)
 def test_a_loss_scale_is_divided_out(name: str, wrap: Callable) -> None:
     layer = ref.make_layer(FEATURES, ref.own_optimizers())
     steps = range(1) if name == "around_adam" else range(ref.STEPS)
