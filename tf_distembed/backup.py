@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -81,7 +82,8 @@ class Backup:
         ]
         # Tables are saved by their layers, in one form for all devices.
         saved = {id(v) for layer in layers for v in layer.variables}
-        variables, names = [], []
+        variables: list[Any] = []
+        names: list[str] = []
         optimizer = type(model.optimizer).__name__
         for owner, group in (
             ("model", model.variables),
