@@ -38,6 +38,13 @@ DRAWN_WHOLE = [
 ]
 
 
+def name_of(initializer: object) -> str:
+    """A name that is the same in every process."""
+    if isinstance(initializer, I.Initializer):
+        return type(initializer).__name__
+    return str(initializer)
+
+
 def values_of(initializer: Any, rows: int = 7, dtype: str = "float32") -> Any:
     blocks = InitialValues(initializer, (rows, 3), dtype, "Table 't'").blocks()
     return np.concatenate([values for _, values in blocks])
@@ -90,7 +97,7 @@ def test_the_default_has_a_standard_deviation_of_one_by_root_dim():
     assert abs(drawn.mean()) < 0.01
 
 
-@pytest.mark.parametrize("initializer", ROW_WISE, ids=str)
+@pytest.mark.parametrize("initializer", ROW_WISE, ids=name_of)
 def test_laws_by_rows_are_drawn_whatever_the_size(initializer, monkeypatch):
     monkeypatch.setattr(initial_values, "MAX_WHOLE_BYTES", 1)
     monkeypatch.setattr(initial_values, "BLOCK_ROWS", 3)
@@ -106,7 +113,7 @@ def test_constants():
     )
 
 
-@pytest.mark.parametrize("initializer", DRAWN_WHOLE, ids=str)
+@pytest.mark.parametrize("initializer", DRAWN_WHOLE, ids=name_of)
 def test_other_laws_are_drawn_whole(initializer, monkeypatch):
     monkeypatch.setattr(initial_values, "BLOCK_ROWS", 3)
     law = I.get(initializer)
@@ -116,7 +123,7 @@ def test_other_laws_are_drawn_whole(initializer, monkeypatch):
     np.testing.assert_array_equal(values_of(law), law((7, 3)))
 
 
-@pytest.mark.parametrize("initializer", DRAWN_WHOLE, ids=str)
+@pytest.mark.parametrize("initializer", DRAWN_WHOLE, ids=name_of)
 def test_other_laws_are_refused_above_a_size(initializer, monkeypatch):
     monkeypatch.setattr(initial_values, "MAX_WHOLE_BYTES", 7 * 3 * 4 - 1)
     config = tde.TableConfig("item", 7, 3, initializer)
