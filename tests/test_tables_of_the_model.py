@@ -70,6 +70,14 @@ def test_in_a_function() -> None:
     ref.assert_close(ref.state_of(layer), reference.run().state)
 
 
+def test_the_forward_of_inference_sums_repeated_ids_too() -> None:
+    layer = ref.make_layer()
+    optimizer = K.Adagrad(0.1)
+    ref.train(layer, optimizer=optimizer, wrap=eagerly, training=False)
+    reference = ref.DenseReference(ref.DENSE_FEATURES, NONE, K.Adagrad(0.1))
+    ref.assert_close(ref.state_of(layer), reference.run().state)
+
+
 def test_one_of_each_in_a_layer() -> None:
     """The norm of all gradients is that of what the optimizer trains."""
     layer = ref.make_layer(optimizers={"item": K.Adam(0.05), "user": None})
@@ -127,7 +135,8 @@ def _penalty(look_up: Callable, tables: dict[str, Any]) -> tf.Tensor:
 
 
 def _twice(look_up: Callable, tables: dict[str, Any]) -> tf.Tensor:
-    return tf.reduce_sum((look_up()["a"] + 2.0 * look_up()["b"]) ** 2)
+    """Each row has a gradient from either call, to be summed first."""
+    return tf.reduce_sum((look_up()["a"] + 2.0 * look_up()["a"]) ** 2)
 
 
 def _in_a_loop(look_up: Callable, tables: dict[str, Any]) -> tf.Tensor:

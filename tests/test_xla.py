@@ -214,15 +214,22 @@ def _one_table(combiner: str, optimizer: Any = "adam") -> dict[str, Any]:
 def test_ids_outside_the_table_move_nothing_and_read_nothing(
     combiner: str, policy: str
 ) -> None:
-    """Not the first row nor the last, which XLA reads in their place."""
+    """Not the first row nor the last, which XLA reads in their place.
+
+    Those have a momentum from a step before, which would move them.
+    """
     bags = [[*OUTSIDE, 2], [3, *OUTSIDE], [*OUTSIDE, OUTSIDE[0]]]
     layer = tde.DistributedEmbedding(_one_table(combiner), invalid_ids=policy)
+    step = jit(_step(layer))
+    first = tf.constant([[0, 4] * 4] * 3, tf.int64)
+    step({"reduced": first, "sequence": first}, None)
     values = _values(5, 3)
     values[[0, 4]] = np.nan
     layer.set_embedding_tables({"t": values})
     before = ref.state_of(layer)["t"]
+    assert np.all(before["momentum"][[0, 4]] != 0)
     ids = {"reduced": ref.dense(bags), "sequence": ref.dense(bags)}
-    outputs = jit(_step(layer))(ids, None)
+    outputs = step(ids, None)
     np.testing.assert_allclose(
         outputs["reduced"], [values[2], values[3], [0, 0, 0]], 1e-6
     )
