@@ -92,7 +92,8 @@ class _HostCounts:
     """A resource on the host that no strategy distributes.
 
     A variable made in the scope of a TPU's strategy lives on the chips; what
-    is counted on the host, for all of them, must not.
+    is counted on the host, for all of them, must not. Its few bytes stay until
+    the process ends: freed while a function is traced, it blocked for ever.
     """
 
     def __init__(self, value: tf.Tensor) -> None:
@@ -120,11 +121,3 @@ class _HostCounts:
 
     def read_value(self) -> tf.Tensor:
         return tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
-
-    def __del__(self) -> None:
-        try:  # noqa: SIM105 - at interpreter shutdown nothing is sure
-            tf.raw_ops.DestroyResourceOp(
-                resource=self._handle, ignore_lookup_error=True
-            )
-        except Exception:
-            pass
