@@ -12,6 +12,9 @@ import tensorflow as tf
 import tf_distembed as tde
 from tests import training_setup as setup
 
+# Minutes in one process with other strategies.
+pytestmark = pytest.mark.slow
+
 K = keras.optimizers
 GLOBAL = 8
 ROWS = 19

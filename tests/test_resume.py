@@ -20,6 +20,9 @@ import tf_distembed as tde
 from tests import resumed_run
 from tests import training_setup as setup
 
+# Minutes in one process with other strategies.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 KILLS = 20
 

@@ -15,6 +15,9 @@ import tensorflow as tf
 import tf_distembed as tde
 from tests import training_setup as setup
 
+# Minutes in one process with other strategies.
+pytestmark = pytest.mark.slow
+
 GLOBAL = 16
 ROWS = 3 * GLOBAL
 
