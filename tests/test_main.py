@@ -218,6 +218,15 @@ def test_an_output_dir_that_cannot_be_made_is_refused_before_the_work(
     assert "MovieLens" not in captured.out
 
 
+def test_a_process_that_cannot_load_the_model_is_told_of(tmp_path):
+    model = tmp_path / "model.keras"
+    with pytest.raises(
+        rating_job.RunError,
+        match=r"(?s)again ended with exit code 1:.*run\.json",
+    ):
+        rating_job._predict_in_new_process(model)
+
+
 def test_a_save_that_breaks_off_leaves_the_earlier_model(
     data_dir, tmp_path, monkeypatch
 ):

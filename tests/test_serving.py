@@ -950,6 +950,14 @@ def test_a_model_that_is_not_built_raises(tmp_path: pathlib.Path) -> None:
         tde.export_for_serving(Nested(), tmp_path / "1")
 
 
+def test_a_signature_without_inputs_raises(tmp_path: pathlib.Path) -> None:
+    model, _ = every_kind()
+    with pytest.raises(
+        ValueError, match="'functional.*' has no inputs to serve"
+    ):
+        tde.export_for_serving(model, tmp_path / "1", signature={})
+
+
 def test_a_model_that_does_not_know_its_inputs_raises(
     tmp_path: pathlib.Path,
 ) -> None:

