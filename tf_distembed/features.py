@@ -60,6 +60,23 @@ class Feature:
         """Whether an example's ids are combined into one vector."""
         return self.output_shape is None or len(self.output_shape) == 2
 
+    def output_shape_for(
+        self, input_shape: Sequence[int | None]
+    ) -> tuple[int | None, ...]:
+        """Shape of the output for ids of `input_shape`, whose batch it has."""
+        dim = self.table.embedding_dim
+        if self.is_combined:
+            return (input_shape[0], dim)
+        assert self.output_shape is not None
+        positions = self.output_shape[1]
+        if positions is None:
+            declared = self.input_shape
+            if declared is not None and len(declared) == 2:
+                positions = declared[1]
+            if positions is None:
+                positions = input_shape[1] if len(input_shape) == 2 else 1
+        return (input_shape[0], positions, dim)
+
 
 def read_features(
     configs: Sequence[tuple[Path, FeatureConfig]], invalid_ids: Any

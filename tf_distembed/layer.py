@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -17,7 +17,8 @@ from tf_distembed.backends.base import Backend
 from tf_distembed.backends.factory import make_backends
 from tf_distembed.backends.stack_lookup import RowReader, StackLookup, tie
 from tf_distembed.features import Feature, read_features
-from tf_distembed.inputs import DENSE, as_tensor, check_feature, kind_of
+from tf_distembed.inputs import DENSE, kind_of
+from tf_distembed.layer_inputs import PREPROCESSED, LayerInputs
 from tf_distembed.stacking import check_stacking, make_stacks
 from tf_distembed.table_state import (
     CheckpointIndex,
@@ -25,8 +26,6 @@ from tf_distembed.table_state import (
     keep_out_of_checkpoints,
 )
 from tf_distembed.tables import STEP, VALUES
-
-PREPROCESSED = "preprocessed_inputs_per_placement"
 
 
 class _Parts:
@@ -38,6 +37,7 @@ class _Parts:
 
     structure: Any
     features: list[Feature]
+    inputs: LayerInputs
     compiles_once = True
     backends: dict[str, Backend]
     state: TableState
@@ -159,6 +159,11 @@ class DistributedEmbedding(keras.layers.Layer):
                 self.variable_dtype,
                 self.name,
             )
+        parts.inputs = LayerInputs(
+            parts.structure,
+            features,
+            {key: one.features for key, one in parts.backends.items()},
+        )
         parts.state = TableState(list(parts.backends.values()))
         parts.checkpoint_index = CheckpointIndex(parts.state, self.name)
         self._settings = settings
@@ -219,27 +224,13 @@ class DistributedEmbedding(keras.layers.Layer):
         Raises:
             TypeError, ValueError: as a call of the layer does.
         """
-        if self._is_preprocessed(inputs):
-            raise ValueError(
-                "preprocess received inputs that it has already preprocessed. "
-                "Pass them to the layer."
-            )
-        ids, weight = self._flat_inputs(inputs, weights)
-        per_placement = {}
-        for placement, backend in self._parts.backends.items():
-            where = self._positions(backend)
-            # Tuples: tf.data would stack the tensors of a list into one.
-            part: dict[str, Any] = {"inputs": tuple(ids[i] for i in where)}
-            own = [weight[i] for i in where]
-            if any(w is not None for w in own):
-                part["weights"] = tuple(
-                    _ones_like(f, x) if w is None else w
-                    for f, x, w in zip(
-                        backend.features, part["inputs"], own, strict=True
-                    )
-                )
-            per_placement[placement] = part
-        return {PREPROCESSED: per_placement}
+        prepared = self._parts.inputs.preprocess(inputs, weights)
+        self._note_kinds(
+            one
+            for part in prepared[PREPROCESSED].values()
+            for one in part["inputs"]
+        )
+        return prepared
 
     @tf.autograph.experimental.do_not_convert
     def __call__(
@@ -247,7 +238,7 @@ class DistributedEmbedding(keras.layers.Layer):
     ) -> Any:
         """Calls the layer; see the class."""
         # Keras takes no mixture of tensors, arrays and lists of ids.
-        if not self._is_preprocessed(inputs):
+        if not self._parts.inputs.is_preprocessed(inputs):
             ids, weight = self._flat_inputs(inputs, weights)
             inputs = structures.pack(self._parts.structure, ids)
             if weights is not None:
@@ -271,8 +262,8 @@ class DistributedEmbedding(keras.layers.Layer):
                 for feature, one in zip(self._parts.features, ids, strict=True)
             ]
             return structures.pack(self._parts.structure, outputs)
-        for backend in self._parts.backends.values():
-            where = self._positions(backend)
+        for placement, backend in self._parts.backends.items():
+            where = self._parts.inputs.positions[placement]
             found = backend.lookup(
                 [ids[i] for i in where],
                 [weight[i] for i in where],
@@ -292,7 +283,7 @@ class DistributedEmbedding(keras.layers.Layer):
         ids, _ = self._flat_inputs(inputs, weights)
         specs = [
             keras.KerasTensor(
-                _output_shape(feature, tuple(x.shape)), self.compute_dtype
+                feature.output_shape_for(tuple(x.shape)), self.compute_dtype
             )
             for feature, x in zip(self._parts.features, ids, strict=True)
         ]
@@ -306,7 +297,7 @@ class DistributedEmbedding(keras.layers.Layer):
         return structures.pack(
             self._parts.structure,
             [
-                _output_shape(feature, tuple(shape))
+                feature.output_shape_for(tuple(shape))
                 for feature, shape in zip(
                     self._parts.features, flat, strict=True
                 )
@@ -487,7 +478,7 @@ class DistributedEmbedding(keras.layers.Layer):
 
     def _zeros(self, feature: Feature, ids: Any) -> tf.Tensor:
         """What has the shape and dtype of a feature's output."""
-        static = _output_shape(feature, tuple(ids.shape))
+        static = feature.output_shape_for(tuple(ids.shape))
         if isinstance(ids, tf.SparseTensor):
             dynamic = ids.dense_shape
         elif isinstance(ids, tf.RaggedTensor):
@@ -501,67 +492,20 @@ class DistributedEmbedding(keras.layers.Layer):
         zeros = tf.zeros(tf.stack(shape), self.compute_dtype)
         return tf.ensure_shape(zeros, static)
 
-    def _is_preprocessed(self, inputs: Any) -> bool:
-        return isinstance(inputs, Mapping) and set(inputs) == {PREPROCESSED}
-
-    def _positions(self, backend: Backend) -> list[int]:
-        order = {f.name: i for i, f in enumerate(self._parts.features)}
-        return [order[feature.name] for feature in backend.features]
-
     def _flat_inputs(
         self, inputs: Any, weights: Any
     ) -> tuple[list[Any], list[Any]]:
         """Checked tensors of all features, in flat order."""
-        if self._is_preprocessed(inputs):
-            if weights is not None:
-                raise ValueError(
-                    "Preprocessed inputs hold their weights; pass weights to "
-                    "preprocess, not beside its result."
-                )
-            ids, weight = self._from_preprocessed(inputs[PREPROCESSED])
-        else:
-            structure = self._parts.structure
-            ids = structures.flatten_up_to(structure, inputs, "inputs")
-            weight = [None] * len(ids)
-            if weights is not None:
-                weight = structures.flatten_up_to(structure, weights, "weights")
-        for i, feature in enumerate(self._parts.features):
-            ids[i] = as_tensor(feature, ids[i])
-            if weight[i] is not None:
-                weight[i] = as_tensor(feature, weight[i], "weights")
-            check_feature(feature, ids[i], weight[i])
+        ids, weight = self._parts.inputs.read(inputs, weights)
+        self._note_kinds(ids)
+        return ids, weight
+
+    def _note_kinds(self, ids: Iterable[Any]) -> None:
+        """Whether XLA may compile a model that holds the layer."""
         if any(kind_of(one) != DENSE for one in ids):
             # XLA would compile anew for every number of ids.
             self._parts.compiles_once = False
         self.supports_jit = self._parts.compiles_once
-        return ids, weight
-
-    def _from_preprocessed(
-        self, per_placement: Mapping[str, Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Ids and weights of all features out of the form of `preprocess`."""
-        ids: list[Any] = [None] * len(self._parts.features)
-        weights: list[Any] = [None] * len(self._parts.features)
-        backends = self._parts.backends
-        layer_config.check_keys(per_placement, PREPROCESSED, set(backends))
-        for placement, backend in backends.items():
-            where = self._positions(backend)
-            part = per_placement[placement]
-            layer_config.check_keys(part, placement, {"inputs"}, {"weights"})
-            for key, target in (("inputs", ids), ("weights", weights)):
-                values = part.get(key, [None] * len(where))
-                if not isinstance(values, (list, tuple)) or (
-                    len(values) != len(where)
-                ):
-                    raise ValueError(
-                        f"The preprocessed {key} of placement '{placement}' "
-                        f"must be a tuple of {len(where)}, one for each of "
-                        f"the features {[f.name for f in backend.features]}. "
-                        f"Received: {values!r}"
-                    )
-                for i, value in zip(where, values, strict=True):
-                    target[i] = value
-        return ids, weights
 
 
 def _check_variables_can_be_made(name: str) -> None:
@@ -576,37 +520,3 @@ def _check_variables_can_be_made(name: str) -> None:
             "the __init__ of the model or layer that uses it, not in its "
             "build or call."
         ) from error
-
-
-def _ones_like(feature: Feature, ids: Any) -> Any:
-    """Weights of 1 beside `ids`."""
-    if isinstance(ids, keras.KerasTensor):
-        if kind_of(ids) != DENSE:
-            raise ValueError(
-                f"{feature.where}: preprocess needs weights for every feature "
-                "or for none if a Keras tensor is ragged or sparse. Pass "
-                "weights of 1 for this feature."
-            )
-        return keras.ops.ones_like(ids, dtype="float32")
-    if isinstance(ids, tf.SparseTensor):
-        return ids.with_values(tf.ones_like(ids.values, tf.float32))
-    if isinstance(ids, tf.RaggedTensor):
-        return ids.with_values(tf.ones_like(ids.values, tf.float32))
-    return tf.ones_like(ids, tf.float32)
-
-
-def _output_shape(
-    feature: Feature, input_shape: Sequence[int | None]
-) -> tuple[int | None, ...]:
-    dim = feature.table.embedding_dim
-    if feature.is_combined:
-        return (input_shape[0], dim)
-    assert feature.output_shape is not None
-    positions = feature.output_shape[1]
-    if positions is None:
-        declared = feature.input_shape
-        if declared is not None and len(declared) == 2:
-            positions = declared[1]
-        if positions is None:
-            positions = input_shape[1] if len(input_shape) == 2 else 1
-    return (input_shape[0], positions, dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,23 +112,6 @@ def table_optimizers(
             else row_optimizers.make_optimizer(table.optimizer, where)
         )
     return optimizers
-
-
-def check_keys(
-    value: Any, what: str, keys: set[str], optional: Set[str] = frozenset()
-) -> None:
-    """Raises unless a part of the preprocessed inputs is a dict of `keys`."""
-    if not isinstance(value, Mapping) or not (
-        keys <= set(value) <= keys | optional
-    ):
-        received = list(value) if isinstance(value, Mapping) else value
-        raise ValueError(
-            f"Preprocessed inputs: '{what}' must be a dict with the keys "
-            f"{sorted(keys)}"
-            + (f" and perhaps {sorted(optional)}" if optional else "")
-            + f". Received: {received!r}. Pass on what this layer's "
-            "preprocess returned."
-        )
 
 
 def rows_and_values(
