@@ -8,7 +8,7 @@ variables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,18 +21,12 @@ from tf_distembed.backends.sparsecore_layout import (
     Topology,
     lay_out,
 )
-from tf_distembed.backends.tpu_backend import TpuBackend, declared_width
-from tf_distembed.backends.tpu_optimizers import (
-    NATIVE_SLOTS,
-    added_to_slot,
-    frozen_optimizer,
-    native_optimizer,
-)
+from tf_distembed.backends.tpu_backend import TpuBackend
+from tf_distembed.backends.tpu_batch import declared_width
+from tf_distembed.backends.tpu_state import native_name
 from tf_distembed.config import TableConfig
-from tf_distembed.features import Feature
-from tf_distembed.id_statistics import DroppedIds, LimitStatistics
+from tf_distembed.id_statistics import LimitStatistics
 from tf_distembed.row_optimizers import write_rows
-from tf_distembed.tables import VALUES
 
 _native = tf.tpu.experimental.embedding
 
@@ -58,131 +52,76 @@ class _Embedding(tf.tpu.experimental.embedding.TPUEmbeddingV2):
 
 
 class SparseCoreBackend(TpuBackend):
-    """The tables of `placement="sparsecore"` on a TPU with SparseCores.
+    """The tables of `placement="sparsecore"` on a TPU with SparseCores."""
 
-    Args:
-        features: Its features, in flat order.
-        tables: Their tables, in order of configuration.
-        optimizers: table name -> optimizer object in use, or None.
-        table_stacking: As the layer's.
-        settings: The layer's other arguments.
-        dropped: Counts dropped ids, on the host.
-        layer_name: What errors call the layer.
-        dtype: Name of the tables' dtype; float32.
+    def _stacking(self, table_stacking: Any) -> Any:
+        config = self._settings.sparse_core_embedding_config
+        if config is not None and config.disable_table_stacking:
+            return None
+        return table_stacking
 
-    Raises:
-        ValueError: a table, optimizer or setting that SparseCores cannot
-            have.
-    """
-
-    def __init__(
-        self,
-        features: Sequence[Feature],
-        tables: Sequence[TableConfig],
-        optimizers: dict[str, Any],
-        table_stacking: Any,
-        settings: Any,
-        dropped: DroppedIds,
-        layer_name: str,
-        dtype: str,
-    ) -> None:
-        self._config = settings.sparse_core_embedding_config
-        if self._config is not None and self._config.disable_table_stacking:
-            table_stacking = None
-        super().__init__(
-            features,
-            tables,
-            optimizers,
-            table_stacking,
-            settings,
-            dropped,
-            layer_name,
-            dtype,
-        )
+    def _prepare(self) -> None:
         hardware = self._strategy.extended.tpu_hardware_feature
         self.cores_per_chip = hardware.num_embedding_devices_per_chip or 4
+        stacks = [one.stack.tables for one in self._stacks]
         self._layouts = lay_out(
-            [state.stack.tables for state in self._stacks],
-            Topology(self._num_chips, self.cores_per_chip),
+            stacks, Topology(self._num_chips, self.cores_per_chip)
         )
-        if settings.update_stats:
-            self.limit_statistics = LimitStatistics(
-                [state.stack.tables for state in self._stacks]
-            )
-        batch = self.declared_batch()
-        if batch is not None:
-            self.build(batch, {})
+        if self._settings.update_stats:
+            self.limit_statistics = LimitStatistics(stacks)
 
-    def _make_embedding(
+    def _table_arguments(self, table: str) -> dict[str, Any]:
+        layout = self._layouts[table]
+        return {
+            "name": layout.internal_name,
+            "layout": layout.to_proto(),
+            "initializer": _zeros,
+        }
+
+    def _host_rules(
         self,
         rows: int,
         positions: dict[str, int],
         widths: dict[str, int | None],
-    ) -> Callable[[], Any]:
-        natives = self._native_tables()
-        features = [
-            _native.FeatureConfig(
-                table=natives[feature.table.name],
-                name=f"feature{i:06d}",
-                output_shape=[rows]
-                if feature.is_combined
-                else [rows, positions[feature.name]],
-            )
-            for i, feature in enumerate(self.features)
-        ]
-        limits = self._limits(rows, positions, widths)
-        allow_dropping = bool(self._config and self._config.allow_id_dropping)
-        rules = HostRules(
+    ) -> HostRules:
+        return HostRules(
             self.features,
             rows,
             positions,
             self.dropped,
             layouts=self._layouts,
-            limits=limits,
+            limits=self._limits(rows, positions, widths),
             statistics=self.limit_statistics,
-            raises=not allow_dropping,
+            raises=not self._allows_dropping,
         )
+
+    def _make_embedding(self, rules: HostRules, features: list[Any]) -> Any:
+        limits = rules.limits
         config = _native.SparseCoreEmbeddingConfig(
             max_ids_per_chip_per_sample=next(iter(limits.values())).per_sample,
             max_ids_per_table={k: v.max_ids for k, v in limits.items()},
             max_unique_ids_per_table={
                 k: v.max_unique_ids for k, v in limits.items()
             },
-            allow_id_dropping=allow_dropping,
+            allow_id_dropping=self._allows_dropping,
             initialize_tables_on_host=False,
         )
+        embedding = _Embedding(
+            rules,
+            features,
+            optimizer=None,
+            pipeline_execution_with_tensor_core=(
+                self._settings.pipeline_execution_with_tensor_core
+            ),
+            sparse_core_embedding_config=config,
+        )
+        embedding.build()
+        return embedding
 
-        def make() -> Any:
-            embedding = _Embedding(
-                rules,
-                features,
-                optimizer=None,
-                pipeline_execution_with_tensor_core=self._pipelining,
-                sparse_core_embedding_config=config,
-            )
-            embedding.build()
-            return embedding
-
-        return make
-
-    def _native_tables(self) -> dict[str, Any]:
-        tables = {}
-        for state in self._stacks:
-            optimizer = frozen_optimizer()
-            if state.clock is not None:
-                optimizer = native_optimizer(state.rule, state.clock)
-            for table in state.stack.tables:
-                layout = self._layouts[table.name]
-                tables[table.name] = _native.TableConfig(
-                    vocabulary_size=table.vocabulary_size,
-                    dim=table.embedding_dim,
-                    initializer=_zeros,
-                    optimizer=optimizer,
-                    combiner=table.combiner,
-                    name=layout.internal_name,
-                    layout=layout.to_proto(),
-                )
-        return tables
+    @property
+    def _allows_dropping(self) -> bool:
+        config = self._settings.sparse_core_embedding_config
+        return bool(config and config.allow_id_dropping)
 
     def _limits(
         self,
@@ -191,7 +130,7 @@ class SparseCoreBackend(TpuBackend):
         widths: dict[str, int | None],
     ) -> dict[str, StackLimits]:
         """Stack name -> its limits, the sums of those of its tables."""
-        given = self._config
+        given = self._settings.sparse_core_embedding_config
         per_sample = 0
         if given is not None:
             _check_given(given, self._tables)
@@ -199,10 +138,8 @@ class SparseCoreBackend(TpuBackend):
             if given.max_ids_per_chip_per_sample != default:
                 per_sample = given.max_ids_per_chip_per_sample
         samples = {
-            state.stack: sum(
-                rows * positions[f.name] for f in state.stack.features
-            )
-            for state in self._stacks
+            one.stack: sum(rows * positions[f.name] for f in one.stack.features)
+            for one in self._stacks
         }
         if not per_sample:
             per_sample = 64
@@ -238,11 +175,9 @@ class SparseCoreBackend(TpuBackend):
         return limits
 
     def _look_up(
-        self, ids: Sequence[Any], weights: Sequence[Any], training: bool
-    ) -> tuple[list[tf.Tensor], Any]:
-        given = list(weights) if any(w is not None for w in weights) else None
-        activations, saved = self._embedding(list(ids), given)
-        return list(activations), saved
+        self, ids: list[Any], weights: list[Any] | None, training: bool
+    ) -> tuple[Sequence[tf.Tensor], Any]:
+        return self._embedding(ids, weights)
 
     def _apply(self, upstream: list[tf.Tensor], saved: Any) -> None:
         self._embedding.apply_gradients(upstream, saved)
@@ -275,12 +210,7 @@ class SparseCoreBackend(TpuBackend):
     def _parts(self, table: str, slot: str) -> tuple[TableLayout, Any]:
         layout = self._layouts[table]
         slots = self._embedding.variables[layout.stack_name]
-        name = "parameters" if slot == VALUES else NATIVE_SLOTS[slot]
-        return layout, slots[name].values
-
-    def _added(self, table: str, slot: str) -> float:
-        rule = self._state_of(table).rule
-        return 0.0 if slot == VALUES else added_to_slot(rule, slot)
+        return layout, slots[native_name(slot)].values
 
 
 def _zeros(

@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_distembed.backends.replica_inputs import as_on_host
 from tf_distembed.backends.sparsecore_layout import ALIGNMENT, TableLayout
 from tf_distembed.bags import Bags, to_bags
 from tf_distembed.features import Feature
@@ -56,6 +57,12 @@ class HostRules:
         statistics: Measures what the stacks need, or None.
         raises: Whether a batch beyond the limits is an error; else
             TensorFlow drops what does not fit.
+
+    Attributes:
+        rows: Examples of a replica's batch.
+        limits: stack name -> its limits.
+        counted: The rows that each feature had in the batch it was last
+            called with.
     """
 
     def __init__(
@@ -65,17 +72,18 @@ class HostRules:
         positions: dict[str, int],
         dropped: DroppedIds,
         *,
-        layouts: dict[str, TableLayout],
-        limits: dict[str, StackLimits],
-        statistics: LimitStatistics | None,
-        raises: bool,
+        layouts: dict[str, TableLayout] | None = None,
+        limits: dict[str, StackLimits] | None = None,
+        statistics: LimitStatistics | None = None,
+        raises: bool = True,
     ) -> None:
+        self.rows = rows
+        self.limits = limits or {}
+        self.counted: list[Any] = []
         self._features = features
-        self._rows = rows
         self._positions = positions
         self._dropped = dropped
-        self._layouts = layouts
-        self._limits = limits
+        self._layouts = layouts or {}
         self._statistics = statistics
         self._raises = raises
 
@@ -84,14 +92,17 @@ class HostRules:
     ) -> tuple[list[tf.RaggedTensor], list[tf.RaggedTensor | None]]:
         """Ragged ids and weights of all features, a row for each sample."""
         checks = Checks()
+        ids = [_on_host(one) for one in ids]
+        weights = [_on_host(one) for one in weights]
         bags = [
             to_bags(feature, one, weight, compiled=False, checks=checks)
             for feature, one, weight in zip(
                 self._features, ids, weights, strict=True
             )
         ]
-        for feature, one in zip(self._features, bags, strict=True):
-            self._check_rows(feature, one, checks)
+        self.counted = [one.leading_shape[0] for one in bags]
+        for feature, rows in zip(self._features, self.counted, strict=True):
+            self._check_rows(feature, rows, checks)
         self._dropped.add(
             {
                 feature.name: one.dropped
@@ -117,25 +128,22 @@ class HostRules:
                 ],
             )
 
-    def _check_rows(self, feature: Feature, bags: Bags, checks: Checks) -> None:
-        rows = bags.leading_shape[0]
+    def _check_rows(self, feature: Feature, rows: Any, checks: Checks) -> None:
         if isinstance(rows, int):
             return  # the caller has seen it
 
         def message() -> tf.Tensor:
             return tf.strings.format(
-                f"{feature.where}: placement 'sparsecore' needs a batch whose "
-                f"size is known when the step is traced, or {self._rows} "
-                "examples a replica. Received: {} examples. Drop the last, "
-                "smaller batch, or distribute the dataset with "
-                "tde.distribute_dataset.",
+                f"{feature.where}: a replica's batch has at most {self.rows} "
+                "examples. Received: {} examples. Feed smaller batches, or "
+                "declare a larger one.",
                 rows,
             )
 
-        checks.add(tf.not_equal(rows, self._rows), message)
+        checks.add(rows > self.rows, message)
 
     def _samples(self, feature: Feature) -> int:
-        return self._rows * self._positions[feature.name]
+        return self.rows * self._positions[feature.name]
 
     def _ragged(
         self, feature: Feature, bags: Bags, values: tf.Tensor
@@ -154,7 +162,7 @@ class HostRules:
     def _check_limits(self, bags: Sequence[Bags]) -> list[tf.Operation]:
         checks = Checks()
         needed = []
-        for stack, limits in self._limits.items():
+        for stack, limits in self.limits.items():
             if not self._raises and self._statistics is None:
                 break
             members = [
@@ -171,6 +179,10 @@ class HostRules:
             with tf.control_dependencies(operations):
                 self._statistics.add(tf.stack(needed))
         return operations
+
+
+def _on_host(value: Any) -> Any:
+    return as_on_host(value) if isinstance(value, tf.Tensor) else value
 
 
 def _needs(

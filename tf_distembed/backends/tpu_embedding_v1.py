@@ -8,7 +8,7 @@ never run on a TPU; what can be tested without one is tested.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,7 @@ import tensorflow as tf
 
 from tf_distembed.backends.sparsecore_host import HostRules
 from tf_distembed.backends.tpu_backend import TpuBackend
-from tf_distembed.backends.tpu_optimizers import (
-    NATIVE_SLOTS,
-    added_to_slot,
-    frozen_optimizer,
-    native_optimizer,
-)
-from tf_distembed.config import TableConfig
-from tf_distembed.features import Feature
-from tf_distembed.id_statistics import DroppedIds
-from tf_distembed.tables import VALUES
-
-_native = tf.tpu.experimental.embedding
+from tf_distembed.backends.tpu_state import native_name
 
 
 class _Embedding(tf.tpu.experimental.embedding.TPUEmbedding):
@@ -45,123 +34,63 @@ class _Embedding(tf.tpu.experimental.embedding.TPUEmbedding):
 
 
 class TpuEmbeddingV1Backend(TpuBackend):
-    """The tables of `placement="sparsecore"` on a TPU without SparseCores.
+    """The tables of `placement="sparsecore"` on a TPU without SparseCores."""
 
-    Args:
-        features: Its features, in flat order.
-        tables: Their tables, in order of configuration.
-        optimizers: table name -> optimizer object in use, or None.
-        table_stacking: As the layer's; `"auto"` and None are the same here.
-        settings: The layer's other arguments.
-        dropped: Counts dropped ids, on the host.
-        layer_name: What errors call the layer.
-        dtype: Name of the tables' dtype; float32.
-
-    Raises:
-        ValueError: stacking lists, or a table, optimizer or setting that this
-            hardware cannot have.
-    """
-
-    def __init__(
-        self,
-        features: Sequence[Feature],
-        tables: Sequence[TableConfig],
-        optimizers: dict[str, Any],
-        table_stacking: Any,
-        settings: Any,
-        dropped: DroppedIds,
-        layer_name: str,
-        dtype: str,
-    ) -> None:
+    def _stacking(self, table_stacking: Any) -> Any:
         if table_stacking not in ("auto", None):
             raise ValueError(
-                f"Layer '{layer_name}': this TPU has no SparseCores, and "
+                f"Layer '{self._layer_name}': this TPU has no SparseCores, and "
                 "tables cannot be stacked on it. Use table_stacking='auto' or "
                 f"None. Received: {table_stacking!r}"
             )
         for field in ("update_stats", "sparse_core_embedding_config"):
-            if value := getattr(settings, field):
+            if value := getattr(self._settings, field):
                 raise ValueError(
-                    f"Layer '{layer_name}': this TPU has no SparseCores, "
-                    f"which {field}={value!r} is about. Leave it out."
+                    f"Layer '{self._layer_name}': this TPU has no "
+                    f"SparseCores, which {field}={value!r} is about. Leave it "
+                    "out."
                 )
-        super().__init__(
-            features,
-            tables,
-            optimizers,
-            None,
-            settings,
-            dropped,
-            layer_name,
-            dtype,
-        )
-        batch = self.declared_batch()
-        if batch is not None:
-            self.build(batch, {})
+        return None
 
-    def _make_embedding(
+    def _prepare(self) -> None:
+        names = [
+            table.name for one in self._stacks for table in one.stack.tables
+        ]
+        self._internal_names = {
+            name: f"table{i:06d}" for i, name in enumerate(names)
+        }
+
+    def _table_arguments(self, table: str) -> dict[str, Any]:
+        return {
+            "name": self._internal_names[table],
+            "initializer": tf.zeros_initializer(),
+        }
+
+    def _host_rules(
         self,
         rows: int,
         positions: dict[str, int],
         widths: dict[str, int | None],
-    ) -> Callable[[], Any]:
-        natives = self._native_tables()
-        features = [
-            _native.FeatureConfig(
-                table=natives[feature.table.name],
-                name=f"feature{i:06d}",
-                output_shape=[rows]
-                if feature.is_combined
-                else [rows, positions[feature.name]],
-            )
-            for i, feature in enumerate(self.features)
-        ]
-        rules = HostRules(
-            self.features,
-            rows,
-            positions,
-            self.dropped,
-            layouts={},
-            limits={},
-            statistics=None,
-            raises=False,
+    ) -> HostRules:
+        return HostRules(self.features, rows, positions, self.dropped)
+
+    def _make_embedding(self, rules: HostRules, features: list[Any]) -> Any:
+        embedding = _Embedding(
+            rules,
+            features,
+            optimizer=None,
+            pipeline_execution_with_tensor_core=(
+                self._settings.pipeline_execution_with_tensor_core
+            ),
         )
-
-        def make() -> Any:
-            embedding = _Embedding(
-                rules,
-                features,
-                optimizer=None,
-                pipeline_execution_with_tensor_core=self._pipelining,
-            )
-            embedding.build()
-            return embedding
-
-        return make
-
-    def _native_tables(self) -> dict[str, Any]:
-        tables = {}
-        for number, state in enumerate(self._stacks):
-            (table,) = state.stack.tables
-            optimizer = frozen_optimizer()
-            if state.clock is not None:
-                optimizer = native_optimizer(state.rule, state.clock)
-            tables[table.name] = _native.TableConfig(
-                vocabulary_size=table.vocabulary_size,
-                dim=table.embedding_dim,
-                initializer=tf.zeros_initializer(),
-                optimizer=optimizer,
-                combiner=table.combiner,
-                name=f"table{number:06d}",
-            )
-        return tables
+        embedding.build()
+        return embedding
 
     def _look_up(
-        self, ids: Sequence[Any], weights: Sequence[Any], training: bool
-    ) -> tuple[list[tf.Tensor], Any]:
-        given = list(weights) if any(w is not None for w in weights) else None
-        self._embedding.enqueue(list(ids), given, training=training)
-        return list(self._embedding.dequeue()), None
+        self, ids: list[Any], weights: list[Any] | None, training: bool
+    ) -> tuple[Sequence[tf.Tensor], Any]:
+        self._embedding.enqueue(ids, weights, training=training)
+        return self._embedding.dequeue(), None
 
     def _apply(self, upstream: list[tf.Tensor], saved: Any) -> None:
         self._embedding.apply_gradients(upstream)
@@ -187,12 +116,6 @@ class TpuEmbeddingV1Backend(TpuBackend):
 
     def _parts(self, table: str, slot: str) -> list[Any]:
         """The variables that hold a table's rows, one a host, in order."""
-        number = list(self._tables).index(table)
-        slots = self._embedding._variables[f"table{number:06d}"]
-        name = "parameters" if slot == VALUES else NATIVE_SLOTS[slot]
-        variable = slots[name]
+        name = self._internal_names[table]
+        variable = self._embedding._variables[name][native_name(slot)]
         return list(getattr(variable, "variables", [variable]))
-
-    def _added(self, table: str, slot: str) -> float:
-        rule = self._state_of(table).rule
-        return 0.0 if slot == VALUES else added_to_slot(rule, slot)

@@ -149,6 +149,8 @@ class _Builder:
             self._set(operation, _cut(self._inputs(operation)))
         elif kind == "TPUAnnotateTensorsWithDynamicShape":
             self._set(operation, self._inputs(operation))
+        elif kind == "XlaSetDynamicDimensionSize":
+            self._set(operation, [_without_filling(*self._inputs(operation))])
         elif kind in _CALLS and self._meets_inside(operation):
             self._inline(operation)
         elif kind in _BRANCHES and self._meets_inside(operation):
@@ -288,6 +290,24 @@ def _cut(values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
     return [
         [tensor[:size] for tensor, size in zip(tensors, sizes, strict=True)]
         for tensors, sizes in zip(values[:middle], values[middle:], strict=True)
+    ]
+
+
+def _without_filling(
+    tensors: Sequence[tf.Tensor],
+    dimensions: Sequence[tf.Tensor],
+    sizes: Sequence[tf.Tensor],
+) -> list[tf.Tensor]:
+    """Each chip's tensor, cut along a dimension to the chip's size.
+
+    TPUStrategy fills inputs of unknown size up to the largest of the chips',
+    and a TPU leaves the filling out of every result.
+    """
+    dimension = int(tf.get_static_value(dimensions[0]))
+    before = (slice(None),) * dimension
+    return [
+        tensor[(*before, slice(size))]
+        for tensor, size in zip(tensors, sizes, strict=True)
     ]
 
 

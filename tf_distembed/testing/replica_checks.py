@@ -11,10 +11,12 @@ functions, branches and loops too:
   soft placement TensorFlow moves some of these to the host by itself, at the
   cost of transfers in every step; here that has to be said.)
 * Its results have sizes that are known while it is compiled. A batch whose
-  size the trace does not know is fine, as on a TPU, which pads it, and so is
-  a slice up to a length that only the run knows, which XLA bounds by what is
-  sliced. Other sizes that depend on values are not, nor is a tensor of unknown
-  size that a host block sends over.
+  size the trace does not know is fine, as on a TPU, and so is a slice up to a
+  length that only the run knows, which XLA bounds by what is sliced. Other
+  sizes that depend on values are not, nor is a tensor of unknown size that a
+  host block sends over or gets. On several chips TPUStrategy fills a dense
+  input of unknown size up to the largest of the chips', and says on the TPU
+  how much of it is real; so a host block cannot have that input.
 * Parts of ragged and sparse inputs go to host blocks only.
 * Variables were made under the strategy, and host blocks do not touch them.
 """
@@ -213,7 +215,8 @@ class _Checker:
                     operation,
                     "a host block gets a tensor that the TPU computes, of "
                     f"shape {tensor.shape}; all its sizes must be known. Give "
-                    "it the replica's input as it is.",
+                    "it the replica's input as it is; on several chips a "
+                    "ragged or sparse one, or a dense one of known size.",
                 )
 
     def _check_device(self, operation: tf.Operation, marks: _Marks) -> None:

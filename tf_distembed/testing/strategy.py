@@ -98,12 +98,8 @@ class EmulatedTPUExtended(TPUExtended):
 
         def run_replicas(args: Any, kwargs: Any) -> Any:
             self.check_active()
-            dynamic_batch = options.experimental_enable_dynamic_batch_size
-            if dynamic_batch:
-                args, kwargs = tf.nest.map_structure(
-                    _of_one_shape, (args, kwargs)
-                )
             program = self._trace(fn, args, kwargs or {}, options)
+            dynamic_batch = options.experimental_enable_dynamic_batch_size
             replica_checks.check(program, dynamic_batch=dynamic_batch)
             return chip_execution.build(
                 program,
@@ -128,14 +124,6 @@ class EmulatedTPUExtended(TPUExtended):
     ) -> ReplicaProgram:
         """Traces a replica as TPUStrategy does, into a graph of its own."""
         graph = FuncGraph("replica")
-        # A TPU pads the rows of a batch of unknown size to the largest of
-        # the replicas, and masks the padding out. The CPU takes each
-        # replica's rows as they are.
-        options = tf.distribute.RunOptions(
-            experimental_enable_dynamic_batch_size=False,
-            experimental_bucketizing_dynamic_shape=False,
-            experimental_xla_options=options.experimental_xla_options,
-        )
         notes = self._notes = _Notes({}, [])
         try:
             with graph.as_default():
@@ -214,27 +202,6 @@ def replacements(
             (tpu_embedding_v3, "xla_ops", host_kernels.HostKernels())
         )
     return replaced
-
-
-def _of_one_shape(value: Any) -> Any:
-    """A batch of different sizes on the chips as one of unknown size.
-
-    A TPU pads these too; a trace, which is one for all chips, cannot hold two
-    shapes.
-    """
-    if not isinstance(value, tf.distribute.DistributedValues):
-        return value
-    parts: tuple[Any, ...] = tuple(value.values)
-    if not all(isinstance(part, tf.Tensor) for part in parts):
-        return value
-    shape = parts[0].shape
-    for part in parts:
-        shape = shape.most_specific_compatible_shape(part.shape)
-    if all(part.shape == shape for part in parts) or shape.rank is None:
-        return value
-    return type(value)(
-        tuple(tf.compat.v1.placeholder_with_default(p, shape) for p in parts)
-    )
 
 
 def _composite_inputs(args: Any, kwargs: Any) -> list[bool]:
