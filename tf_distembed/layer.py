@@ -455,8 +455,7 @@ class DistributedEmbedding(keras.layers.Layer):
         self._parts.state.load(found, f"The file read by layer '{self.name}'")
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        state = self._parts.state
-        return {e.checkpoint_key: state.read(e) for e in state.entries()}
+        return self._parts.state.tensors()
 
     def _restore_from_tensors(self, restored: Mapping[str, tf.Tensor]) -> None:
         state = self._parts.state

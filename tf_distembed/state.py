@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from tf_distembed.layer import DistributedEmbedding
+from tf_distembed.row_files import RowFile, write_row_file
 from tf_distembed.table_state import Entry, Found, TableState, check_entries
 from tf_distembed.tables import STEP, VALUES
 
@@ -86,10 +87,8 @@ def save_tables(
     try:
         index = []
         for number, (state, entry) in enumerate(chosen):
-            record = entry.record()
-            if entry.slot == STEP:
-                record["value"] = int(state.read(entry))
-            else:
+            record = state.record(entry)
+            if entry.slot != STEP:
                 # Table names need not be file names.
                 record["file"] = f"{number:05d}.npy"
                 _write_npy(beside / record["file"], state, entry)
@@ -150,7 +149,7 @@ def load_tables(
     check_entries(
         [entry for _, entry in chosen],
         {
-            key: Found(np.shape(array), dtype)
+            key: Found(array.shape, dtype)
             for (key, array), dtype in zip(arrays.items(), dtypes, strict=True)
         },
         f"'{source}'",
@@ -232,12 +231,8 @@ def _choose(
 
 def _write_npy(path: pathlib.Path, state: TableState, entry: Entry) -> None:
     dtype = entry.dtype if entry.dtype in _NPY_DTYPES else "float32"
-    file = np.lib.format.open_memmap(
-        path, mode="w+", dtype=np.dtype(dtype), shape=entry.shape
-    )
-    for start, values in state.read_blocks(entry):
-        file[start : start + len(values)] = values
-    file.flush()
+    blocks = (values for _, values in state.read_blocks(entry))
+    write_row_file(path, entry.shape, dtype, blocks)
 
 
 def _read_index(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -261,7 +256,7 @@ def _open(source: pathlib.Path, record: dict[str, Any]) -> Any:
         return np.asarray(record["value"], np.int64)
     path = source / record["file"]
     try:
-        return np.load(path, mmap_mode="r")
+        return RowFile(path)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"'{path}', the '{record['slot']}' of table '{record['table']}', "

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tf_distembed.backends.base import Backend
 from tf_distembed.initial_values import BLOCK_ROWS
+from tf_distembed.row_files import RowFile
 from tf_distembed.tables import STEP, VALUES
 
 
@@ -84,6 +85,14 @@ class TableState:
                     found.append(Entry(table, STEP, (), "int64"))
         return found
 
+    def record(self, entry: Entry) -> dict[str, Any]:
+        """What an index says of an entry; it holds the step counts."""
+        record = entry.record()
+        if entry.slot == STEP:
+            with tf.init_scope():
+                record["value"] = int(self.read(entry))
+        return record
+
     def read(self, entry: Entry) -> tf.Tensor:
         """A whole entry."""
         backend = self._backend_of(entry.table)
@@ -91,6 +100,32 @@ class TableState:
             step = backend.read_step(entry.table)
             return tf.cast(step, tf.int64)
         return backend.read_rows(entry.table, entry.slot, 0, entry.shape[0])
+
+    def tensors(self) -> dict[str, tf.Tensor]:
+        """All entries, under their names in a checkpoint.
+
+        TensorFlow asks for them to restore a checkpoint too, and looks at
+        names and dtypes alone. So there is an answer, of no use for saving,
+        where the variables are not there yet.
+        """
+        return {
+            entry.checkpoint_key: self.read(entry)
+            if self._backend_of(entry.table).is_built
+            else tf.zeros((), entry.dtype)
+            for entry in self.entries()
+        }
+
+    def check_built(self) -> None:
+        """Raises where the variables are not there yet.
+
+        Raises:
+            RuntimeError: there is nothing to save.
+        """
+        for backend in self._backends:
+            if not backend.is_built:
+                backend.read_rows(
+                    next(iter(backend.slot_shapes())), VALUES, 0, 0
+                )
 
     def read_blocks(self, entry: Entry) -> Iterator[tuple[int, np.ndarray]]:
         """Yields (first row, values) of an entry with rows."""
@@ -110,17 +145,31 @@ class TableState:
     def write(self, entry: Entry, value: Any) -> None:
         """Overwrites a whole entry, block by block.
 
-        `value` may be anything that is sliced by rows: an array, a memory
-        map, a tensor.
+        Where the variables are not there yet, rows in a file are read once
+        they are; anything else is copied.
+
+        Args:
+            entry: Which.
+            value: An array, a tensor, a dataset of HDF5, or a `RowFile`.
         """
         backend = self._backend_of(entry.table)
         if entry.slot == STEP:
             backend.write_step(entry.table, value)
             return
-        for start in range(0, entry.shape[0], BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, entry.shape[0])
-            ids = tf.range(start, stop)
-            backend.write_rows(entry.table, entry.slot, ids, value[start:stop])
+        if not (backend.is_built or isinstance(value, RowFile)):
+            value = np.array(value)
+
+        def write() -> None:
+            for start in range(0, entry.shape[0], BLOCK_ROWS):
+                stop = min(start + BLOCK_ROWS, entry.shape[0])
+                backend.write_rows(
+                    entry.table,
+                    entry.slot,
+                    tf.range(start, stop),
+                    value[start:stop],
+                )
+
+        backend.when_built(write)
 
     def write_rows(self, table: str, slot: str, ids: Any, values: Any) -> None:
         """Overwrites some rows of the values or of a slot."""
@@ -196,14 +245,18 @@ class CheckpointIndex(tf.train.experimental.PythonState):
         self._layer = layer
 
     def serialize(self) -> str:
-        """The index as JSON."""
-        return json.dumps([entry.record() for entry in self._state.entries()])
+        """The index as JSON; TensorFlow calls it to save."""
+        self._state.check_built()
+        return json.dumps(
+            [self._state.record(e) for e in self._state.entries()]
+        )
 
     def deserialize(self, string_value: str | bytes) -> None:
         """Compares the index of a checkpoint with what the layer has.
 
         Raises:
-            ValueError: they differ; all differences are named.
+            ValueError: they differ, all differences are named; or the tables
+                cannot all have their step counts.
         """
         records = json.loads(string_value)
         found = {
@@ -216,6 +269,9 @@ class CheckpointIndex(tf.train.experimental.PythonState):
             self._state.entries(),
             found,
             f"The checkpoint read by layer '{self._layer}'",
+        )
+        self._state.check_steps(
+            {r["table"]: r["value"] for r in records if "value" in r}
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -46,6 +46,15 @@ class Backend(abc.ABC):
         Returns:
             For each feature `[B, D]` or `[B, S, D]`, of the tables' dtype.
         """
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the variables are there."""
+        return True
+
+    def when_built(self, write: Callable[[], None]) -> None:
+        """Calls `write`: now, or as soon as the variables are there."""
+        write()
 
     @abc.abstractmethod
     def slot_shapes(self) -> dict[str, dict[str, tuple[int, int]]]:
