@@ -153,7 +153,7 @@ def make_model():
     with strategy.scope():
         films = tde.TableConfig(
             "films",
-            FILMS,
+            2 * FILMS,  # Half of the rows wait for films to come.
             DIM,
             initializer=keras.initializers.RandomNormal(stddev=0.1),
             optimizer=keras.optimizers.Adam(0.02),
@@ -250,7 +250,7 @@ first_loop = table_of(model)
 touched = np.unique(np.concatenate([film, seen.values.numpy()]))
 model_at_start, _ = make_model()
 moved = np.flatnonzero((first_loop != table_of(model_at_start)).any(axis=1))
-print(f"films in the data: {len(touched)}; rows that moved: {len(moved)}")
+print(f"rows: {len(first_loop)}; rows that moved: {len(moved)}")
 assert set(moved) <= set(touched)
 print("steps:", embedding_of(model).get_optimizer_state()["films"]["step"])
 
@@ -263,7 +263,7 @@ print("steps:", embedding_of(model).get_optimizer_state()["films"]["step"])
 # %%
 films_optimizer = embedding_of(model).table_optimizers["films"]
 films_optimizer.learning_rate = 0.01
-print("loss:", float(train_on(next(iter(distributed)))))
+print(f"loss: {float(train_on(next(iter(distributed)))):.3f}")
 
 
 # %% [markdown]

@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/*.md, found and run.
+"""The Python blocks of pages, found and run.
 
 Every block that opens with ```python is run, in the order of its file:
 

@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: their code runs and prints what they say."""
+"""Every page: its code runs and prints what it says, its links lead on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import pytest
 from tests.docs import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "colabs" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 NAMES = [file.relative_to(ROOT).as_posix() for file in FILES]
 
 # What a reader's editor highlights and these tests do not run.
