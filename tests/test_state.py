@@ -7,26 +7,31 @@ layer keeps them.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import textwrap
-import zipfile
 from typing import Any
 
-import h5py
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tf_distembed as tde
+from tests.state_formats import (
+    FORMATS,
+    assert_equal,
+    contents,
+    read,
+    set_tower,
+    state_of,
+    tables_of,
+    write,
+)
 from tf_distembed import state
-
-FORMATS = ["keras", "weights", "checkpoint", "tables"]
 
 
 def make_layer(
@@ -100,79 +105,6 @@ def train(model: keras.Model, epochs: int = 1) -> keras.Model:
     return model
 
 
-def embedding_of(model: Any) -> tde.DistributedEmbedding:
-    if isinstance(model, tde.DistributedEmbedding):
-        return model
-    if isinstance(model, Subclassed):
-        return model.embedding
-    return model.get_layer("embedding")
-
-
-def tables_of(model: Any) -> dict[str, np.ndarray]:
-    """The logical state of the tables."""
-    layer = embedding_of(model)
-    found = {
-        f"{table}:values": value.numpy()
-        for table, value in layer.get_embedding_tables().items()
-    }
-    for table, slots in layer.get_optimizer_state().items():
-        for slot, value in slots.items():
-            found[f"{table}:{slot}"] = np.asarray(value)
-    return found
-
-
-def state_of(model: keras.Model) -> dict[str, np.ndarray]:
-    """Tables, tower, and the optimizer of the tower."""
-    found = tables_of(model)
-    for i, variable in enumerate(model.layers[-1].weights):
-        found[f"tower {i}"] = variable.numpy().copy()
-    for i, variable in enumerate(model.optimizer.variables):
-        found[f"optimizer {i}"] = variable.numpy().copy()
-    return found
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(found) == list(expected)
-    for key, value in expected.items():
-        np.testing.assert_array_equal(found[key], value, err_msg=key)
-
-
-def copy_tower(source: keras.Model, target: keras.Model) -> None:
-    """What a directory of tables leaves out."""
-    for one, other in zip(
-        source.layers[-1].weights, target.layers[-1].weights, strict=True
-    ):
-        other.assign(one)
-    for one, other in zip(
-        source.optimizer.variables, target.optimizer.variables, strict=True
-    ):
-        other.assign(one)
-
-
-def write(model: keras.Model, directory: pathlib.Path, form: str) -> str:
-    """Writes a model in a format; returns the path to read it from."""
-    if form == "keras":
-        model.save(path := str(directory / "model.keras"))
-    elif form == "weights":
-        model.save_weights(path := str(directory / "model.weights.h5"))
-    elif form == "checkpoint":
-        path = tf.train.Checkpoint(model=model).save(str(directory / "ck"))
-    else:
-        tde.save_tables(model, path := str(directory / "tables"))
-    return path
-
-
-def read(model: keras.Model, path: str, form: str) -> None:
-    """Loads what a model of the same code has written."""
-    if form in ("keras", "weights"):
-        # As load_model does when it has made the model from its config.
-        model.load_weights(path)
-    elif form == "checkpoint":
-        tf.train.Checkpoint(model=model).restore(path)
-    else:
-        tde.load_tables(model, path)
-
-
 @pytest.fixture(scope="module")
 def trained() -> keras.Model:
     """After three steps. No test trains it further."""
@@ -213,7 +145,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(
         read(again, written[form], form)
     assert_equal(tables_of(again), tables_of(trained))
     if form == "tables":
-        copy_tower(trained, again)
+        set_tower(again, state_of(trained))
     assert_equal(state_of(again), state_of(trained))
     assert tables_of(again)["item:step"] == 3
     assert_equal(state_of(train(again)), uninterrupted)
@@ -272,24 +204,9 @@ KEYS = [
 ]
 
 
-def h5_keys(file: h5py.File) -> list[str]:
-    names: list[str] = []
-    file.visititems(
-        lambda name, item: (
-            names.append(name) if isinstance(item, h5py.Dataset) else None
-        )
-    )
-    return sorted(names)
-
-
 @pytest.mark.parametrize("form", ["keras", "weights"])
 def test_keras_files_have_the_logical_state_alone(form, written):
-    source: Any = written[form]
-    if form == "keras":
-        with zipfile.ZipFile(source) as archive:
-            source = io.BytesIO(archive.read("model.weights.h5"))
-    with h5py.File(source) as file:
-        names = h5_keys(file)
+    names = sorted(contents(written[form], form))
     assert names == [
         "layers/dense/vars/0",
         "layers/dense/vars/1",
@@ -300,7 +217,7 @@ def test_keras_files_have_the_logical_state_alone(form, written):
 
 
 def test_a_checkpoint_has_each_table_once(written):
-    shapes = dict(tf.train.list_variables(written["checkpoint"]))
+    shapes = contents(written["checkpoint"], "checkpoint")
     of_layer = [name for name in shapes if ":" in name]
     assert sorted(name.split("/")[-1] for name in of_layer) == KEYS
     prefix = of_layer[0].rsplit("/.ATTRIBUTES", 1)[0]
@@ -639,14 +556,14 @@ def test_an_exception_while_saving_leaves_what_was_there(
         tde.save_tables(layer, directory)
         layer.set_embedding_tables({"item": np.zeros([10, 4])})
     if failing == "write":
-        open_memmap = np.lib.format.open_memmap
+        write_row_file = state.write_row_file
 
-        def fail(path: Any, *args: Any, **kwargs: Any) -> Any:
+        def fail(path: Any, *args: Any) -> None:
             if "00002" in str(path):
                 raise OSError("disk full")
-            return open_memmap(path, *args, **kwargs)
+            write_row_file(path, *args)
 
-        monkeypatch.setattr(np.lib.format, "open_memmap", fail)
+        monkeypatch.setattr(state, "write_row_file", fail)
     else:
         rename = pathlib.Path.rename
 
