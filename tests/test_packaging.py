@@ -161,8 +161,11 @@ def rule(build: ast.Module, name: str) -> dict[str, ast.expr]:
     raise AssertionError(f"BUILD has no rule named {name!r}")
 
 
-def globbed(expression: ast.expr) -> set[str]:
-    """The files on disk that the one glob() in `expression` stands for."""
+def globbed(expression: ast.expr, **constants: list[str]) -> set[str]:
+    """The files on disk that the one glob() in `expression` stands for.
+
+    `constants` are the lists that BUILD calls by a name.
+    """
     calls = [
         node
         for node in ast.walk(expression)
@@ -174,7 +177,11 @@ def globbed(expression: ast.expr) -> set[str]:
     def matches(patterns: ast.expr) -> set[str]:
         return {
             file.relative_to(ROOT).as_posix()
-            for pattern in ast.literal_eval(patterns)
+            for pattern in (
+                constants[patterns.id]
+                if isinstance(patterns, ast.Name)
+                else ast.literal_eval(patterns)
+            )
             for file in ROOT.glob(pattern)
             if file.is_file()
         }
@@ -214,9 +221,46 @@ def test_build_lists_every_test_file_once_in_order(build):
     assert listed == on_disk
 
 
-def test_build_has_every_module_of_the_package(build):
-    srcs = globbed(rule(build, "tf_distembed")["srcs"])
-    assert srcs == python_files("tf_distembed")
+LIBRARIES = ("core", "datasets", "testing", "command_line")
+
+
+def sources(build: ast.Module, name: str) -> set[str]:
+    """The files of one library of the package."""
+    (command_line,) = (
+        ast.literal_eval(statement.value)
+        for statement in build.body
+        if isinstance(statement, ast.Assign)
+        and ast.unparse(statement.targets[0]) == "COMMAND_LINE"
+    )
+    if name == "command_line":
+        return set(command_line)
+    return globbed(rule(build, name)["srcs"], COMMAND_LINE=command_line)
+
+
+def test_build_has_every_module_of_the_package_once(build):
+    files = [file for name in LIBRARIES for file in sources(build, name)]
+    assert sorted(files) == sorted(python_files("tf_distembed"))
+    whole = labels(rule(build, "tf_distembed")["deps"])
+    assert whole == {f":{name}" for name in LIBRARIES}
+
+
+def test_build_has_each_library_that_another_one_imports(build):
+    owner = {file: name for name in LIBRARIES for file in sources(build, name)}
+    for file, name in owner.items():
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        imported = {
+            f"{module.replace('.', '/')}{ending}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module
+            for module in (
+                node.module,
+                *(f"{node.module}.{alias.name}" for alias in node.names),
+            )
+            for ending in (".py", "/__init__.py")
+        }
+        needed = {owner[one] for one in imported & owner.keys()} - {name}
+        deps = labels(rule(build, name)["deps"])
+        assert {f":{one}" for one in needed} <= deps, file
 
 
 def test_build_has_what_the_tests_share(build):
@@ -230,11 +274,15 @@ def test_build_has_what_the_tests_share(build):
 
 
 def test_build_depends_on_what_setup_py_requires(build, setup_arguments):
-    deps = labels(rule(build, "tf_distembed")["deps"])
+    deps = set().union(
+        *(labels(rule(build, name)["deps"]) for name in LIBRARIES)
+    )
     required = {
         Requirement(r).name for r in setup_arguments["install_requires"]
     }
-    assert deps == required | {"tensorflow-cpu"}
+    assert {one for one in deps if not one.startswith(":")} == required | {
+        "tensorflow-cpu"
+    }
 
 
 def test_every_file_that_build_names_is_there(build):
