@@ -308,6 +308,7 @@ class RowOptimizer(keras.optimizers.Optimizer):
         gradient: tf.Tensor,
         learning_rate: tf.Tensor,
         step: tf.Tensor,
+        rows: tf.Tensor | None = None,
     ) -> None:
         """Takes one step on the rows `ids` of `table`.
 
@@ -318,9 +319,11 @@ class RowOptimizer(keras.optimizers.Optimizer):
             gradient: `[U, D]`, already summed over all uses of each id.
             learning_rate: Scalar of the table's dtype.
             step: Scalar integer, 1 at the first step.
+            rows: `[U, D]`, what `table` holds at `ids`, or None to read it.
         """
         slots = {name: slot.value for name, slot in self.slots.items()}
-        rows = tf.gather(table, ids)
+        if rows is None:
+            rows = tf.gather(table, ids)
         old = {name: tf.gather(slot, ids) for name, slot in slots.items()}
         rows, new = self.rule.update(rows, gradient, old, step, learning_rate)
         for name, slot in slots.items():
@@ -351,7 +354,13 @@ def stack_key(table: TableConfig, optimizer: Any) -> Any:
         return "the layer's"
     if isinstance(table.optimizer, (str, Mapping)):
         rule = rule_of(optimizer, f"Table '{table.name}'")
-        return (rule, repr(serialize(table.optimizer, "")).lower())
+        settings = serialize(table.optimizer, "")
+        if isinstance(settings, Mapping):
+            # Keras numbers the names of optimizers that are made alike.
+            config = dict(settings.get("config", {}))
+            config.pop("name", None)
+            settings = {**settings, "config": config}
+        return (rule, repr(settings).lower())
     return ("object", id(optimizer))
 
 

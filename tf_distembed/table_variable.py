@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from tf_distembed import row_handover
 from tf_distembed.backends import compilation
 from tf_distembed.initial_values import InitialValues
 from tf_distembed.row_optimizers import RowOptimizer, write_rows
@@ -107,12 +108,21 @@ class TableVariable(keras.Variable):
                 f"rows instead (layer.add_loss). Received: {what}={value!r}"
             )
 
-    def rows(self, ids: tf.Tensor) -> tf.Tensor:
+    def rows(self, ids: tf.Tensor, *, distinct: bool = False) -> tf.Tensor:
         """Reads rows; `[N]` ids -> `[N, embedding_dim]`.
 
         The gradient is `tf.IndexedSlices` of the same ids.
+
+        Args:
+            ids: `[N]` integers.
+            distinct: Whether no two of them are equal. The update of a step
+                with this lookup alone then neither reads the rows again nor
+                looks for repeated ids.
         """
-        return tf.gather(self.value, ids)
+        rows = tf.gather(self.value, ids)
+        if distinct:
+            row_handover.remember(self, ids, rows)
+        return rows
 
     @tf.autograph.experimental.do_not_convert
     def assign(self, value: Any) -> Any:
@@ -157,8 +167,15 @@ class TableVariable(keras.Variable):
     def _apply_sparse_gradient(
         self, ids: tf.Tensor, gradient: tf.Tensor
     ) -> None:
-        ids, gradient = self._from_all_replicas(ids, gradient)
-        ids, gradient = _sum_repeated(ids, gradient)
+        args: tuple[Any, ...]
+        lookup = None
+        if _many_replicas() is None:
+            lookup = row_handover.recall(self, ids)
+        if lookup is not None:
+            ids = lookup.ids
+        else:
+            ids, gradient = self._from_all_replicas(ids, gradient)
+            ids, gradient = _sum_repeated(ids, gradient)
         optimizer = self.row_optimizer
         # Read in the replica, before the count moves on.
         rate, step = optimizer.rate_and_step(gradient.dtype)
@@ -168,8 +185,11 @@ class TableVariable(keras.Variable):
                 self.value, optimizer.update_rows, args=args, group=False
             )
 
+        args = (ids, gradient, rate, step)
+        if lookup is not None:
+            args += (lookup.rows,)
         tf.__internal__.distribute.interim.maybe_merge_call(
-            update, tf.distribute.get_strategy(), ids, gradient, rate, step
+            update, tf.distribute.get_strategy(), *args
         )
         # Nothing else makes it wait for the checks of the ids, and a step that
         # raised is none.

@@ -52,8 +52,15 @@ class EmbeddingTable(keras.layers.Layer):
 
     def rows(self, ids: tf.Tensor) -> tf.Tensor:
         """Reads rows: `[N]` ids -> `[N, embedding_dim]`."""
+        return self._rows(ids, distinct=False)
+
+    def distinct_rows(self, ids: tf.Tensor) -> tf.Tensor:
+        """As `rows`, of ids of which no two are equal."""
+        return self._rows(ids, distinct=True)
+
+    def _rows(self, ids: tf.Tensor, distinct: bool) -> tf.Tensor:
         if isinstance(self.embeddings, TableVariable):
-            return self.embeddings.rows(ids)
+            return self.embeddings.rows(ids, distinct=distinct)
         value = self.embeddings.value
         if self.embeddings.trainable:
             return tf.gather(densely_trained(value), ids)

@@ -63,6 +63,7 @@ class DefaultDeviceBackend(base.Backend):
             stacks,
             {name: table.rows for name, table in self.tables.items()},
             dropped,
+            {name: table.distinct_rows for name, table in self.tables.items()},
         )
         self.optimizers = {
             name: table.row_optimizer.in_use()

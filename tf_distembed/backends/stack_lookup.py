@@ -35,6 +35,7 @@ class StackLookup:
         stacks: Their tables, grouped.
         rows: table name -> reader of its rows.
         dropped: Counts dropped ids; None: nobody counts.
+        distinct_rows: As `rows`, asked when no two ids are equal.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class StackLookup:
         stacks: Sequence[Stack],
         rows: Mapping[str, RowReader],
         dropped: DroppedIds | None,
+        distinct_rows: Mapping[str, RowReader] | None = None,
     ) -> None:
         self._features = features
         self._stacks = stacks
         self._rows = rows
         self._dropped = dropped
+        self._distinct_rows = rows if distinct_rows is None else distinct_rows
 
     def __call__(
         self, ids: Sequence[Any], weights: Sequence[Any], *, unique: bool
@@ -108,7 +111,7 @@ class StackLookup:
         sizes = [tf.size(part) for part in ids]
         if len(stack.tables) == 1:
             unique_ids, places = _unique(_concat(ids))
-            rows = self._rows[stack.tables[0].name](unique_ids)
+            rows = self._distinct_rows[stack.tables[0].name](unique_ids)
             return rows, _split(places, sizes)
         dtype = tf.int32 if stack.num_rows < 2**31 else tf.int64
         offset = dict(zip(stack.tables, stack.offsets, strict=True))
@@ -126,7 +129,7 @@ class StackLookup:
         )
         parts = tf.split(unique_ids, counts, num=len(stack.tables))
         rows = [
-            self._rows[table.name](part - offset[table])
+            self._distinct_rows[table.name](part - offset[table])
             for table, part in zip(stack.tables, parts, strict=True)
         ]
         return tf.concat(rows, 0), _split(places, sizes)
