@@ -1,0 +1,149 @@
+"""Contenders checked against ours, then timed against ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks import workloads
+from benchmarks.contender import Contender
+from benchmarks.timing import interleave
+from benchmarks.workloads import Workload
+
+Maker = Callable[[Workload], Contender]
+
+#: Outputs and updated rows may differ by so much. Rows hold up to 0.05, and
+#: a step moves them by 0.0001 to 0.01.
+TOLERANCE = 2e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How long to measure."""
+
+    rounds: int
+    warm_up: int = 8
+    least_seconds: float = 0.1
+
+
+def check(
+    makers: Mapping[str, Maker], like: Workload, *, training: bool
+) -> None:
+    """Raises unless all compute what the first does.
+
+    Outputs are compared on ids that repeat; updates on ids that do not, since
+    not all sum the gradients of a repeated id first.
+
+    Args:
+        makers: title -> maker; the first one is the reference.
+        like: Only its kind matters; small tables are used.
+        training: Whether updates are compared too.
+    """
+    for repeats in (True, False):
+        small = _small(like, repeats)
+        outputs: dict[str, np.ndarray] = {}
+        tables: dict[str, list[np.ndarray]] = {}
+        before = small.initial_values()
+        for title, make in makers.items():
+            contender = make(small)
+            contender.set_tables(before)
+            inputs = contender.inputs_of(small.batches[0])
+            outputs[title] = contender.outputs_of(inputs).copy()
+            if training and not repeats:
+                contender.train(inputs)
+                tables[title] = contender.get_tables()
+        _compare(outputs, "outputs")
+        if training and not repeats:
+            joined = {k: np.concatenate(v) for k, v in tables.items()}
+            moved = np.abs(next(iter(joined.values())) - np.concatenate(before))
+            if moved.max() < 1e-4:
+                raise RuntimeError("The step that was compared moved nothing.")
+            _compare(joined, "updated tables")
+
+
+def _small(like: Workload, repeats: bool) -> Workload:
+    if len(like.tables) > 1:
+        return workloads.many_tables(
+            dim=like.dim,
+            batch_size=64,
+            num_batches=1,
+            scale=1e-3,
+            repeats=repeats,
+        )
+    return workloads.single_table(
+        5_000,
+        dim=like.dim,
+        combiner=like.combiner,
+        weighted=like.weighted,
+        batch_size=64,
+        num_batches=1,
+        repeats=repeats,
+    )
+
+
+def _compare(found: Mapping[str, np.ndarray], what: str) -> None:
+    reference, *others = found
+    for title in others:
+        error = np.abs(found[title] - found[reference]).max()
+        if not error < TOLERANCE:
+            raise RuntimeError(
+                f"{title}: {what} differ from those of {reference} by {error}."
+            )
+
+
+def compare(
+    makers: Mapping[str, Maker],
+    workload: Workload,
+    *,
+    training: bool,
+    optimizer: str,
+    effort: Effort,
+    checked: bool = True,
+) -> list[dict[str, Any]]:
+    """Times all in one process, against the first.
+
+    Args:
+        makers: title -> maker; the first one is ours.
+        workload: What to look up.
+        training: A training step, or outputs alone.
+        optimizer: Of the training step.
+        effort: How long to measure.
+        checked: Whether to `check` first.
+
+    Returns:
+        A record a contender. `ratio` is its time over that of the first:
+        above 1, the first is faster.
+    """
+    if checked:
+        check(makers, workload, training=training)
+    calls = {
+        title: make(workload).calls(training=training)
+        for title, make in makers.items()
+    }
+    timings = interleave(
+        calls,
+        rounds=effort.rounds,
+        warm_up=effort.warm_up,
+        least_seconds=effort.least_seconds,
+    )
+    base = next(iter(calls))
+    records = [
+        {
+            "workload": workload.name,
+            "rows": sum(workload.tables),
+            "mode": "train" if training else "forward",
+            "optimizer": optimizer if training else None,
+            "contender": title,
+            **timings.ratio(title, base).to_dict(),
+            "milliseconds": round(timings.milliseconds(title), 3),
+            "rounds": effort.rounds,
+        }
+        for title in calls
+    ]
+    del calls
+    gc.collect()
+    return records

@@ -1,0 +1,185 @@
+"""What each group of the suite measures, in a process of its own.
+
+An experiment yields records: dicts that `report.py` and `plots.py` read.
+Frameworks are imported where they are used, since no environment has all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import workloads
+from benchmarks.comparison import Effort, Maker, compare
+from benchmarks.workloads import Workload
+
+Record = dict[str, Any]
+OPTIMIZERS = ("sgd", "adagrad", "adam", "ftrl")
+
+
+def _ours(optimizer: str) -> dict[str, Maker]:
+    from benchmarks.tf_contenders import Ours
+
+    return {Ours.title: functools.partial(Ours, optimizer=optimizer)}
+
+
+def _of(contenders: Any, optimizer: str) -> dict[str, Maker]:
+    return {
+        one.title: functools.partial(one, optimizer=optimizer)
+        for one in contenders
+    }
+
+
+def _keras(optimizer: str, *, padded: bool = True) -> dict[str, Maker]:
+    from benchmarks import keras_contenders as peers
+
+    contenders: list[Any] = [peers.KerasRs, peers.LookupSparse]
+    if padded:
+        contenders.append(peers.KerasEmbedding)
+    return {**_ours(optimizer), **_of(contenders, optimizer)}
+
+
+def tensorflow_single(
+    rows: int, effort: Effort, *, quick: bool
+) -> Iterator[Record]:
+    """A at one size: all optimizers, forward, weights."""
+    from benchmarks.raw_operations import RawOperations
+
+    # Padded ids make gradients of as many rows as there is padding.
+    padded = rows <= 10**6
+    workload = workloads.single_table(rows)
+    optimizers = ("adagrad",) if quick else OPTIMIZERS
+    for optimizer in optimizers:
+        makers = {
+            **_keras(optimizer, padded=padded),
+            **_of([RawOperations], optimizer),
+        }
+        yield from compare(
+            makers,
+            workload,
+            training=True,
+            optimizer=optimizer,
+            effort=effort,
+        )
+    makers = {**_keras("sgd"), **_of([RawOperations], "sgd")}
+    yield from compare(
+        makers, workload, training=False, optimizer="sgd", effort=effort
+    )
+    if quick:
+        return
+    weighted = workloads.single_table(rows, weighted=True)
+    yield from compare(
+        _keras("adagrad", padded=padded),
+        weighted,
+        training=True,
+        optimizer="adagrad",
+        effort=effort,
+    )
+
+
+def tensorflow_variants(effort: Effort) -> Iterator[Record]:
+    """A at 10^6 rows: the other combiners, and wider rows."""
+    for settings in (
+        {"combiner": "sum"},
+        {"combiner": "sqrtn"},
+        {"combiner": "sqrtn", "weighted": True},
+        {"dim": 128},
+    ):
+        workload = workloads.single_table(10**6, **settings)  # type: ignore[arg-type]
+        for training in (True, False):
+            yield from compare(
+                _keras("adagrad"),
+                workload,
+                training=training,
+                optimizer="adagrad",
+                effort=effort,
+            )
+
+
+def tensorflow_many(effort: Effort) -> Iterator[Record]:
+    """B against Keras' and TensorFlow's ways."""
+    from benchmarks.raw_operations import RawOperations
+
+    workload = workloads.many_tables()
+    for training in (True, False):
+        makers = {**_keras("adagrad"), **_of([RawOperations], "adagrad")}
+        yield from compare(
+            makers,
+            workload,
+            training=training,
+            optimizer="adagrad",
+            effort=effort,
+        )
+
+
+def _torch(optimizer: str) -> dict[str, Maker]:
+    from benchmarks import torch_contenders as peers
+
+    contenders: list[Any] = []
+    if optimizer != "ftrl":
+        contenders.append(peers.EmbeddingBags)
+    if optimizer in ("sgd", "adagrad"):
+        contenders.append(peers.Fbgemm)
+    return {**_ours(optimizer), **_of(contenders, optimizer)}
+
+
+def torch_single(rows: int, effort: Effort, *, quick: bool) -> Iterator[Record]:
+    """A against torch and FBGEMM."""
+    optimizers = ("adagrad",) if quick else ("sgd", "adagrad", "adam")
+    yield from _against_torch(workloads.single_table(rows), optimizers, effort)
+
+
+def torch_many(effort: Effort) -> Iterator[Record]:
+    """B against torch and FBGEMM."""
+    yield from _against_torch(workloads.many_tables(), ("adagrad",), effort)
+
+
+def _against_torch(
+    workload: Workload, optimizers: tuple[str, ...], effort: Effort
+) -> Iterator[Record]:
+    for optimizer in optimizers:
+        yield from compare(
+            _torch(optimizer),
+            workload,
+            training=True,
+            optimizer=optimizer,
+            effort=effort,
+        )
+    yield from compare(
+        _torch("adagrad"),
+        workload,
+        training=False,
+        optimizer="adagrad",
+        effort=effort,
+    )
+
+
+def recommenders(rows: int, effort: Effort) -> Iterator[Record]:
+    """A against TensorFlow Recommenders, which needs the older Keras."""
+    from benchmarks.tfrs_contender import Recommenders
+
+    workload = workloads.single_table(rows)
+    for optimizer in ("adagrad", "adam"):
+        yield from compare(
+            {**_ours(optimizer), **_of([Recommenders], optimizer)},
+            workload,
+            training=True,
+            optimizer=optimizer,
+            effort=effort,
+        )
+
+
+def floor(effort: Effort) -> Iterator[Record]:
+    """A and B against the C floor, forward and training."""
+    from benchmarks.floor import Floor
+
+    for workload in (workloads.single_table(10**6), workloads.many_tables()):
+        for training in (True, False):
+            yield from compare(
+                {**_ours("adagrad"), Floor.title: Floor},
+                workload,
+                training=training,
+                optimizer="adagrad",
+                effort=effort,
+            )
