@@ -11,6 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../scripts/_environment.sh"
 ensure_environment "$ROOT/.venv-notebooks" \
     "nbmake>=1.5" "ipykernel>=6" "jupytext>=1.16" "matplotlib>=3.8" \
     "keras-rs==0.4.0"
+LIMIT=300
 cd "$ROOT"
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 # No window, and no history of the user's own kernels.
@@ -39,11 +40,19 @@ for notebook in scripts:
     assert cells(notebook) == cells(notebook.with_suffix(".py")), notebook
 PYTHON_END
 
-notebooks=()
-for name in "$@"; do
-    notebooks+=("colabs/$name.ipynb")
-done
-[ $# -gt 0 ] || notebooks=(colabs/*.ipynb)
+if [ $# -eq 0 ]; then
+    set -- colabs/*.ipynb
+    set -- "${@#colabs/}"
+    set -- "${@%.ipynb}"
+fi
 # The kernel python3 is the one that the environment brings.
-PATH="$ROOT/.venv-notebooks/bin:$PATH" "$PYTHON" -m pytest -p no:cacheprovider \
-    --nbmake --nbmake-timeout=300 --durations=0 "${notebooks[@]}"
+PATH="$ROOT/.venv-notebooks/bin:$PATH"
+for name in "$@"; do
+    status=0
+    # nbmake limits each cell, and this the whole.
+    timeout "$LIMIT" "$PYTHON" -m pytest -p no:cacheprovider --nbmake \
+        --nbmake-timeout="$LIMIT" --durations=1 "colabs/$name.ipynb" ||
+        status=$?
+    [ "$status" -ne 124 ] || _say "colabs/$name took more than $LIMIT s."
+    [ "$status" -eq 0 ] || exit "$status"
+done

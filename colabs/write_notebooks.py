@@ -74,7 +74,7 @@ def cells_of(script: str) -> list[Cell]:
 
 def script_of(cells: list[Cell]) -> str:
     """The .py of some cells."""
-    parts = [HEADER]
+    parts = []
     for cell in cells:
         mark = "# %%" if cell.is_code else "# %% [markdown]"
         if cell.tag:
@@ -86,7 +86,7 @@ def script_of(cells: list[Cell]) -> str:
         parts.append(f"{mark}\n{body}\n")
     # The formatter wants two blank lines around functions, and allows them
     # elsewhere.
-    return "\n\n".join(parts)
+    return HEADER + "\n" + "\n\n".join(parts)
 
 
 def notebook_of(cells: list[Cell]) -> str:
