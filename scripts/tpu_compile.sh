@@ -15,7 +15,7 @@
 #     compare optimizers, holds what TensorFlow's computations give now;
 #   * a string operation, and a limit of 4,000,000 ids, are refused.
 # TensorFlow lowers in one environment (.venv-tpu-kernels, that of
-# tpu_kernels.sh), the compiler runs in another (.venv-tpu-compile, 0.8 GB).
+# tpu_kernels.sh), the compiler runs in another (.venv-tpu-compile, 1.3 GB).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_environment.sh"
 source "$ROOT/scripts/_tpu_environments.sh"
