@@ -24,9 +24,9 @@
 
 
 # %% tags=["install"]
-# Does nothing where tf_distembed can be imported. Elsewhere it installs it with
-# the one TensorFlow that fits the machine, and first removes any other: pip
-# would put two of them over each other without a word.
+# Installs nothing where tf_distembed can be imported. Elsewhere it installs it
+# with the one TensorFlow that fits the machine, and removes any other first:
+# pip would put two of them over each other without a word.
 import glob
 import importlib.util
 import os
@@ -60,6 +60,9 @@ def tensorflow_plan(installed, has_tpu, has_gpu):
     return there, "[tpu]" if has_tpu else "[gpu]" if has_gpu else "[cpu]"
 
 
+has_tpu = bool(glob.glob("/dev/accel*")) or any(
+    name in os.environ for name in ("TPU_NAME", "TPU_ACCELERATOR_TYPE")
+)
 if importlib.util.find_spec("tf_distembed") is None:
     if not REPOSITORY:
         raise RuntimeError(
@@ -71,7 +74,7 @@ if importlib.util.find_spec("tf_distembed") is None:
             d.metadata["Name"].lower().replace("_", "-"): d.version
             for d in distributions()
         },
-        has_tpu=bool(glob.glob("/dev/accel*") or "TPU_NAME" in os.environ),
+        has_tpu=has_tpu,
         has_gpu=os.path.exists("/dev/nvidia0"),
     )
     pip = [sys.executable, "-m", "pip"]
@@ -83,6 +86,21 @@ if importlib.util.find_spec("tf_distembed") is None:
     )
     if "tensorflow" in sys.modules:
         raise RuntimeError("Restart the runtime, then run this cell again.")
+
+# TensorFlow reads these when it is imported: docs/tpu.md says whose they are.
+if has_tpu and importlib.util.find_spec("libtpu") is not None:
+    import libtpu
+
+    for name, value in {
+        "TPU_NAME": "local",
+        "PJRT_DEVICE": "TPU",
+        "NEXT_PLUGGABLE_DEVICE_USE_C_API": "true",
+        "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": libtpu.get_library_path(),
+        "TF_XLA_FLAGS": "--tf_mlir_enable_mlir_bridge=true "
+        "--tf_mlir_enable_convert_control_to_data_outputs_pass=true "
+        "--tf_mlir_enable_merge_control_flow_pass=true",
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 # %%
