@@ -24,6 +24,7 @@ from tensorflow.compiler.xla.service import hlo_pb2
 from traced_step import TracedStep, traced_step
 
 import tf_distembed as tde
+from tf_distembed.testing.optimizer_steps import STEPS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VECTORS = ROOT / "tests/testing/data/sparsecore_optimizer_steps.json"
@@ -225,7 +226,10 @@ def lower_faults(writer: Writer) -> None:
 def lower_vectors(writer: Writer) -> None:
     """The computations of which the repository keeps values."""
     ops_api.answer_sparsecores(4)
-    for case in json.loads(VECTORS.read_text())["cases"]:
+    cases = json.loads(VECTORS.read_text())["cases"]
+    kept = {case["optimizer"] for case in cases}
+    check(kept == set(STEPS), f"{VECTORS} has values of {kept} only.")
+    for case in cases:
         args = [[row] for row in case["args"]]
         writer.add(
             "computations",
