@@ -253,7 +253,7 @@ def test_host_block_works_on_strings_and_unknown_sizes(strategy) -> None:
 
 
 def test_batches_of_unknown_and_different_size(strategy) -> None:
-    """A TPU pads them; here each chip takes its own rows."""
+    """TPUStrategy fills them up, and a TPU leaves the filling out."""
 
     @tf.function(
         input_signature=[tf.TensorSpec([None], tf.float32)] * 2,
@@ -279,6 +279,25 @@ def test_batches_of_different_known_sizes(strategy) -> None:
     got = tf.function(lambda: strategy.run(fn, args=(batches,)))()
     assert [each.shape for each in got.values] == [(3, 2), (1, 2)]
     assert shapes == [[None, 2]]
+
+
+@pytest.mark.parametrize("rows", [(3, 1), (None, None)])
+def test_host_block_cannot_have_a_batch_that_a_tpu_fills_up(
+    strategy, rows
+) -> None:
+    """TPUStrategy says on the TPU how much of it is real."""
+    spec = [tf.TensorSpec([size], tf.float32) for size in rows]
+
+    @tf.function(input_signature=spec)
+    def step(first, second):
+        def fn(x):
+            total = tf.compat.v1.tpu.outside_compilation(tf.reduce_sum, x)
+            return tf.ensure_shape(total, []) + tf.reduce_sum(x)
+
+        return strategy.run(fn, args=(distributed(strategy, (first, second)),))
+
+    with pytest.raises(ValueError, match="a host block gets a tensor that"):
+        step(tf.ones([3]), tf.ones([1]))
 
 
 def test_loop_over_a_distributed_dataset(strategy) -> None:

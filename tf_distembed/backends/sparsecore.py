@@ -92,7 +92,7 @@ class SparseCoreBackend(TpuBackend):
             layouts=self._layouts,
             limits=self._limits(rows, positions, widths),
             statistics=self.limit_statistics,
-            raises=not self._allows_dropping,
+            may_drop=self._allows_dropping,
         )
 
     def _make_embedding(self, rules: HostRules, features: list[Any]) -> Any:

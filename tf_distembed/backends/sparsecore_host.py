@@ -55,8 +55,8 @@ class HostRules:
         limits: stack name -> its limits, in the order of the stacks; empty
             where there are none.
         statistics: Measures what the stacks need, or None.
-        raises: Whether a batch beyond the limits is an error; else
-            TensorFlow drops what does not fit.
+        may_drop: Whether TensorFlow drops the ids that are too many for a
+            chip; too many for a partition are always an error.
 
     Attributes:
         rows: Examples of a replica's batch.
@@ -75,7 +75,7 @@ class HostRules:
         layouts: dict[str, TableLayout] | None = None,
         limits: dict[str, StackLimits] | None = None,
         statistics: LimitStatistics | None = None,
-        raises: bool = True,
+        may_drop: bool = False,
     ) -> None:
         self.rows = rows
         self.limits = limits or {}
@@ -85,7 +85,7 @@ class HostRules:
         self._dropped = dropped
         self._layouts = layouts or {}
         self._statistics = statistics
-        self._raises = raises
+        self._may_drop = may_drop
 
     def __call__(
         self, ids: Sequence[Any], weights: Sequence[Any]
@@ -163,8 +163,6 @@ class HostRules:
         checks = Checks()
         needed = []
         for stack, limits in self.limits.items():
-            if not self._raises and self._statistics is None:
-                break
             members = [
                 (self._layouts[feature.table.name], self._samples(feature), one)
                 for feature, one in zip(self._features, bags, strict=True)
@@ -172,8 +170,7 @@ class HostRules:
             ]
             needs = _needs(members, limits, self._statistics is not None)
             needed.append(needs)
-            if self._raises:
-                _check_needs(needs, limits, checks)
+            _check_needs(needs, limits, checks, self._may_drop)
         operations = checks.run()
         if self._statistics is not None:
             with tf.control_dependencies(operations):
@@ -182,7 +179,15 @@ class HostRules:
 
 
 def _on_host(value: Any) -> Any:
-    return as_on_host(value) if isinstance(value, tf.Tensor) else value
+    """An input as the host block has it, with nothing from outside of it."""
+    if isinstance(value, tf.Tensor):
+        return as_on_host(value)
+    if isinstance(value, tf.RaggedTensor):
+        # One of uniform rows was given its number of rows by the replica.
+        return tf.RaggedTensor.from_row_splits(
+            value.values, value.row_splits, validate=False
+        )
+    return value
 
 
 def _needs(
@@ -248,23 +253,27 @@ def _needs(
     )
 
 
-def _check_needs(needs: tf.Tensor, limits: StackLimits, checks: Checks) -> None:
+def _check_needs(
+    needs: tf.Tensor, limits: StackLimits, checks: Checks, may_drop: bool
+) -> None:
     """Reports what does not fit: TensorFlow's own error names no setting."""
-    for i, (setting, value, most) in enumerate(
+    settings = [
+        ("max_ids_per_partition", limits.max_ids, limits.max_ids),
         (
-            ("max_ids_per_partition", limits.max_ids, limits.max_ids),
-            (
-                "max_unique_ids_per_partition",
-                limits.max_unique_ids,
-                limits.max_unique_ids,
-            ),
+            "max_unique_ids_per_partition",
+            limits.max_unique_ids,
+            limits.max_unique_ids,
+        ),
+    ]
+    if not may_drop:
+        settings.append(
             (
                 "max_ids_per_chip_per_sample (of sparse_core_embedding_config)",
                 limits.per_sample,
                 limits.max_ids_per_chip,
-            ),
+            )
         )
-    ):
+    for i, (setting, value, most) in enumerate(settings):
         needed = needs[i]
         if most != value:
             needed = -(-needed // (most // value))

@@ -92,6 +92,7 @@ class TpuState(base.Backend):
     def read_rows(
         self, table: str, slot: str, start: int, stop: int
     ) -> tf.Tensor:
+        self._check_place_of_state()
         if not self.is_built:
             raise RuntimeError(
                 f"Layer '{self._layer_name}' has no variables yet: declare the "
@@ -102,6 +103,7 @@ class TpuState(base.Backend):
         return tf.constant(rows - np.float32(self._added(table, slot)))
 
     def write_rows(self, table: str, slot: str, ids: Any, values: Any) -> None:
+        self._check_place_of_state()
         if not self.is_built:
             kept = np.array(ids), np.array(values, np.float32)
             self.when_built(lambda: self.write_rows(table, slot, *kept))
@@ -124,6 +126,14 @@ class TpuState(base.Backend):
 
     def check_steps(self, steps: dict[str, int]) -> None:
         check_steps(self._stacks, steps)
+
+    def _check_place_of_state(self) -> None:
+        if tf.inside_function():
+            raise RuntimeError(
+                f"Layer '{self._layer_name}' has tables with placement "
+                "'sparsecore', which are read and written between steps, "
+                "outside of strategy.run and tf.function."
+            )
 
     def _added(self, table: str, slot: str) -> float:
         """What TensorFlow's slot holds beyond Keras' slot."""

@@ -144,7 +144,7 @@ class _Checker:
         self.program = program
         self.problems: list[str] = []
         self.named: set[str] = set()
-        self.place = ""
+        self.passed: list[tf.Operation] = []
 
     def raise_problems(self) -> None:
         """Raises what was found, all at once."""
@@ -173,7 +173,7 @@ class _Checker:
         a function called by it do; else their mark tells.
         """
         for operation in operations:
-            self.place = _user_line(operation) or self.place
+            self.passed.append(operation)
             if operation.type in ("Placeholder", "TPUReplicatedInput"):
                 (output,) = operation.outputs
                 if output.name in self.program.variables and not in_replica:
@@ -190,7 +190,10 @@ class _Checker:
                 self._check_device(operation, marks)
 
     def _report(self, operation: tf.Operation, text: str) -> None:
-        subject = f"{operation.type} {operation.name!r}{self.place}"
+        # An operation that TensorFlow adds has no line of a user's.
+        lines = (_user_line(passed) for passed in reversed(self.passed))
+        place = next((line for line in lines if line), "")
+        subject = f"{operation.type} {operation.name!r}{place}"
         if has_mark(operation, OUTPUT_MARK):
             subject = "What the replica returns"
         self.problems.append(f"{subject}: {text}")
