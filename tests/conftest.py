@@ -12,6 +12,8 @@ import keras
 import pytest
 import tensorflow as tf
 
+from tests import data_autotuning
+
 #: Logical devices, for strategies of several replicas on one CPU.
 LOGICAL_CPUS = 4
 
@@ -19,6 +21,8 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * LOGICAL_CPUS,
 )
+
+data_autotuning.turn_off()
 
 # The same examples in every run; `--hypothesis-profile=explore` draws others.
 hypothesis.settings.register_profile(
