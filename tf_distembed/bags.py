@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_distembed import real_rows
 from tf_distembed.features import Feature
 from tf_distembed.inputs import DENSE, kind_of
 from tf_distembed.value_checks import Checks
@@ -87,17 +88,23 @@ def to_bags(
     flat = _flatten(feature, ids, weights, compiled, checks)
     flat = _gated(flat, checks.run_early())
     narrow, bad = _out_of_range(feature, flat.ids)
-    present = None
+    real = real_rows.mask() if kind_of(ids) == DENSE else None
+    if real is not None:
+        # Of added rows not even a bad id counts: they hold none.
+        real = tf.gather(real, flat.bag)
+        bad &= real
+    present = real
     dropped = None
     if compiled or feature.drops_invalid_ids:
-        present = tf.logical_not(bad)
+        good = tf.logical_not(bad)
+        present = good if present is None else present & good
         dropped = tf.math.count_nonzero(bad)
     else:
         checks.add_range_check(feature, flat.ids, bad)
     flat = dataclasses.replace(flat, ids=narrow)
     if feature.padding_id is not None:
-        real = tf.not_equal(narrow, feature.padding_id)
-        present = real if present is None else present & real
+        no_padding = tf.not_equal(narrow, feature.padding_id)
+        present = no_padding if present is None else present & no_padding
     if present is not None and not compiled:
         flat, present = _keep(flat, present), None
     limit = _limit(feature, kind_of(ids))
@@ -113,6 +120,7 @@ def to_bags(
     one_each = (
         flat.width == (1 if feature.is_combined else leading[1])
         and dropped is None
+        and real is None
         and flat.weights is None
         and kind_of(ids) == DENSE
     )

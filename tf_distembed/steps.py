@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_distembed import replica_batches, step_losses
+from tf_distembed import real_rows, replica_batches, step_losses
 from tf_distembed.strategy import BatchHint, hint_of
 
 #: model -> the step that its compiled metrics belong to now.
@@ -458,7 +458,7 @@ def _train(model: keras.Model, data: Any, valid: tf.Tensor | None) -> None:
     x, y, sample_weight = replica_batches.unpack(data)
     variables = model.trainable_variables
     with tf.GradientTape() as tape:
-        y_pred = _call(model, x, training=True)
+        y_pred = _call(model, x, valid, training=True)
         loss, count = step_losses.replica_loss(
             model, x, y, y_pred, sample_weight, valid, training=True
         )
@@ -471,7 +471,7 @@ def _train(model: keras.Model, data: Any, valid: tf.Tensor | None) -> None:
 
 def _evaluate(model: keras.Model, data: Any, valid: tf.Tensor | None) -> None:
     x, y, sample_weight = replica_batches.unpack(data)
-    y_pred = _call(model, x, training=False)
+    y_pred = _call(model, x, valid, training=False)
     loss, count = step_losses.replica_loss(
         model, x, y, y_pred, sample_weight, valid, training=False
     )
@@ -480,13 +480,16 @@ def _evaluate(model: keras.Model, data: Any, valid: tf.Tensor | None) -> None:
 
 def _predict(model: keras.Model, data: Any, valid: tf.Tensor | None) -> Any:
     x, _, _ = replica_batches.unpack(data)
-    return _call(model, x, training=False)
+    return _call(model, x, valid, training=False)
 
 
-def _call(model: keras.Model, x: Any, training: bool) -> Any:
-    if model._call_has_training_arg:
-        return model(x, training=training)
-    return model(x)
+def _call(
+    model: keras.Model, x: Any, valid: tf.Tensor | None, training: bool
+) -> Any:
+    with real_rows.marked(valid):
+        if model._call_has_training_arg:
+            return model(x, training=training)
+        return model(x)
 
 
 def _update_means(

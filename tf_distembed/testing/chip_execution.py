@@ -200,6 +200,8 @@ class _Builder:
         inputs = [value[0] for value in self._inputs(operation)]
         controls = self._controls(operation)
         with tf.device(self.host), tf.control_dependencies(controls):
+            if not on_host(operation):
+                inputs = list(xla_indices.as_on_a_tpu(operation, inputs))
             copy = _copy(operation, inputs, operation.name)
         self._set(operation, [[t] * len(self.chips) for t in copy.outputs])
         self.done[operation.name] = [copy]
