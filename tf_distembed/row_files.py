@@ -63,7 +63,8 @@ class RowFile:
         values = np.empty(shape, self.dtype)
         row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
         self._file.seek(self._start + start * row_bytes)
-        read = self._file.readinto(memoryview(values.reshape(-1)).cast("B"))
+        as_bytes = values.reshape(-1).view(np.uint8)
+        read = self._file.readinto(as_bytes.data)
         if read != values.nbytes:
             raise OSError(f"'{self._file.name}' became shorter while in use.")
         return values[::step]

@@ -39,7 +39,9 @@ def save_tables(
 
     The directory appears whole or not at all: it is written beside its place
     and renamed. A table of a dtype that `.npy` does not have (bfloat16) is
-    stored as float32, which loses nothing.
+    stored as float32, which loses nothing. Rows go through memory in blocks of
+    65,536, also in `load_tables`; a checkpoint or a `.keras` file takes memory
+    for each table and slot as a whole.
 
     Args:
         layer_or_model: A `DistributedEmbedding`, or a model that has some.

@@ -333,7 +333,8 @@ def check_entries(
     ]
     if problems:
         raise ValueError(
-            f"{source} does not fit this layer, and nothing was loaded: "
+            f"{source} does not fit this layer, and nothing was loaded into "
+            "it: "
             + "; ".join(problems)
             + ". Entries are named 'table:slot'; another optimizer has other "
             "slots." + (f" {cure}" if cure else "")

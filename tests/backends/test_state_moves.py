@@ -69,7 +69,9 @@ def make_model(
     drawn = keras.initializers.RandomUniform
     item = tde.TableConfig("item", item_rows, 4, drawn(seed=1), item_optimizer)
     tag = tde.TableConfig("tag", 13, 4, drawn(seed=2), "adam", "sum")
-    user = tde.TableConfig("user", 9, 3, drawn(seed=3), "adagrad")
+    # An epsilon that matters: it is in a SparseCore's accumulator.
+    adagrad = keras.optimizers.Adagrad(0.05, 0.01, epsilon=0.01)
+    user = tde.TableConfig("user", 9, 3, drawn(seed=3), adagrad)
     layer = tde.DistributedEmbedding(
         {
             "next": tde.FeatureConfig("next", item, (batch,)),
@@ -284,7 +286,7 @@ def test_a_step_after_a_move_is_the_step_of_training_that_never_moved(
         assert_unequal(state_of(target.model), moved.written)
         set_tower(target.model, moved.written)
     found = state_of(target.model)
-    # A SparseCore's accumulator holds Keras' and its epsilon of 1e-7.
+    # A SparseCore's accumulator holds Keras' and its epsilon.
     rounded = {"user:accumulator"}
     assert_equal(without(found, rounded), without(moved.written, rounded))
     assert_close(found, moved.written, 3e-8)
@@ -487,6 +489,7 @@ def test_step_counts_that_one_stack_cannot_have_are_refused_in_all_formats(
     fast_sources: dict[str, Source], tmp_path: pathlib.Path
 ) -> None:
     apart = make_model()
+    set_tower(apart, fast_sources["default device"].written)
     tables = fast_sources["default device"].paths["tables"]
     tde.load_tables(apart, tables, tables=["item"])
     steps = {k: int(v) for k, v in tables_of(apart).items() if ":step" in k}
@@ -494,22 +497,18 @@ def test_step_counts_that_one_stack_cannot_have_are_refused_in_all_formats(
     paths = {form: write(apart, tmp_path, form) for form in FORMATS}
     with strategy_of("2 chips") as strategy:
         stacked, alone = made_on(strategy), made_on(strategy, None)
-        before = state_of(stacked)
-        for form, path in paths.items():
+        for form in ("tables", "checkpoint", "weights", "keras"):
+            before = state_of(stacked)
             with pytest.raises(ValueError) as caught:
-                read(stacked, path, form)
+                read(stacked, paths[form], form)
             assert f"{{'item': {STEPS}, 'tag': 0}}" in str(caught.value)
             assert "table_stacking" in str(caught.value)
             if form in ("checkpoint", "tables"):
+                # Keras' own loader sets the other layers, then it raises.
                 assert_equal(state_of(stacked), before)
-            assert_equal(tables_of(stacked), {k: before[k] for k in KEYS_OF})
-            read(alone, path, form)
+            assert_equal(
+                tables_of(stacked),
+                {key: before[key] for key in tables_of(stacked)},
+            )
+            read(alone, paths[form], form)
             assert_close(tables_of(alone), tables_of(apart), 3e-8)
-
-
-KEYS_OF = [
-    *[f"{table}:values" for table in ("item", "tag", "user")],
-    *[f"item:{slot}" for slot in ("momentum", "velocity", "step")],
-    *[f"tag:{slot}" for slot in ("momentum", "velocity", "step")],
-    *[f"user:{slot}" for slot in ("accumulator", "step")],
-]
