@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.conformance.backends import BACKENDS
 from tests.conformance.reference import Result
 from tests.conformance.registry import LAYERS
-from tests.conformance.runners import BACKENDS
 
 
 @pytest.fixture(scope="session")

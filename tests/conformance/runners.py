@@ -1,13 +1,11 @@
-"""Runs a layer's cases on a backend and gives back what came out.
+"""Runs a layer's cases in training steps and gives back what came out.
 
 Only public names are used, as a user would: a tape, an optimizer's `apply`,
-tables set and read. A backend is a `Backend` in BACKENDS; one more is one
-more entry, whose `run` ends in `run_layer`.
+tables set and read.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,193 +13,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tf_distembed as tde
-from tests.conformance.cases import (
-    DEFAULT_DEVICE,
-    Feature,
-    Layer,
-    Optimizer,
-    Use,
-    output_gradient,
-)
+from tests.conformance.batches import Batch, fed_shape, make_batch, signature_of
+from tests.conformance.cases import Layer
+from tests.conformance.layers import made, make_layer
 from tests.conformance.reference import Result
-from tests.conformance.registry import LAYERS, NAMES, OPTIMIZERS, layer_of
-
-_NATIVE = tf.tpu.experimental.embedding
-
-_MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("keras", "sgd"): keras.optimizers.SGD,
-    ("keras", "momentum"): keras.optimizers.SGD,
-    ("keras", "adagrad"): keras.optimizers.Adagrad,
-    ("keras", "adam"): keras.optimizers.Adam,
-    ("keras", "ftrl"): keras.optimizers.Ftrl,
-    ("native", "sgd"): _NATIVE.SGD,
-    ("native", "native_adagrad"): _NATIVE.Adagrad,
-    ("native", "native_adagrad_momentum"): _NATIVE.AdagradMomentum,
-    ("native", "native_adam"): _NATIVE.Adam,
-    ("native", "native_ftrl"): _NATIVE.FTRL,
-}
-
-
-# -- The layer ----------------------------------
-
-
-def make_optimizer(name: str) -> Any:
-    """The real optimizer of a key of OPTIMIZERS; None if a table has none."""
-    optimizer = OPTIMIZERS[name]
-    if optimizer.maker == "name":
-        return NAMES[name]
-    if optimizer.maker == "model":
-        return None
-    return _made(optimizer, optimizer.maker)
-
-
-def _made(optimizer: Optimizer, maker: str) -> Any:
-    settings = dict(optimizer.settings)
-    if isinstance(settings["learning_rate"], dict):
-        settings["learning_rate"] = keras.optimizers.schedules.ExponentialDecay(
-            **settings["learning_rate"]
-        )
-    if optimizer.slots.get("accumulator"):
-        settings["initial_accumulator_value"] = optimizer.slots["accumulator"]
-    return _MAKERS[maker, optimizer.rule](**settings)
-
-
-def make_layer(layer: Layer, default_optimizer: str) -> Any:
-    """One DistributedEmbedding with all features of all the layer's cases."""
-    # One object an optimizer, as users write it: tables of one width that
-    # share the object are stacked.
-    optimizers: dict[str, Any] = {}
-
-    def optimizer_of(name: str) -> Any:
-        if name not in optimizers:
-            optimizers[name] = make_optimizer(name)
-        return optimizers[name]
-
-    tables = {
-        table.name: tde.TableConfig(
-            name=table.name,
-            vocabulary_size=table.vocabulary,
-            embedding_dim=table.dim,
-            optimizer=optimizer_of(table.optimizer or default_optimizer),
-            combiner=table.combiner,
-            trainable=table.trainable,
-        )
-        for table in layer.tables
-    }
-    features = {
-        feature.name: tde.FeatureConfig(
-            name=feature.name,
-            table=tables[feature.table],
-            input_shape=feature.input_shape,
-            output_shape=feature.output_shape,
-        )
-        for feature in layer.features
-    }
-    return tde.DistributedEmbedding(
-        features,
-        invalid_ids={f.name: f.invalid_ids for f in layer.features},
-        **layer.settings,
-    )
-
-
-# -- The inputs ----------------------------------
-
-Batch = dict[str, dict[str, Any]]
-
-
-def make_batch(layer: Layer, step: int, rows: range) -> Batch:
-    """What a replica is fed in a step: the features' rows `rows`.
-
-    Returns:
-        feature -> "ids", "weights" (only if it has some; flat values unless
-        `weights_apart`) and "gradient", the coefficients of its output in
-        the loss.
-    """
-    batch: Batch = {}
-    dims = {table.name: table.dim for table in layer.tables}
-    for feature in layer.features:
-        uses = [use for use in feature.uses(step) if use.row in rows]
-        ids = tf.constant([use.id for use in uses], feature.dtype)
-        fed = {"ids": _of_kind(feature, step, rows, uses, ids)}
-        if feature.weights is not None:
-            weights = tf.constant(
-                [use.weight for use in uses], feature.weights_dtype
-            )
-            if feature.kind == "dense" or feature.weights_apart:
-                weights = _of_kind(feature, step, rows, uses, weights)
-            fed["weights"] = weights
-        gradient = output_gradient(
-            feature, step, layer.batches[step], dims[feature.table]
-        )
-        fed["gradient"] = tf.constant(
-            gradient[rows.start : rows.stop], tf.float32
-        )
-        batch[feature.name] = fed
-    return batch
-
-
-def _of_kind(
-    feature: Feature, step: int, rows: range, uses: list[Use], flat: tf.Tensor
-) -> Any:
-    """One value a use, in the kind of tensor that the feature is fed."""
-    if feature.kind == "sparse":
-        cells = [(use.row - rows.start, use.column) for use in uses]
-        return tf.SparseTensor(
-            np.array(cells, np.int64).reshape(-1, 2),
-            flat,
-            [len(rows), feature.columns],
-        )
-    if feature.kind == "ragged":
-        lengths = [
-            len(row) for row in feature.ids[step][rows.start : rows.stop]
-        ]
-        splits = np.cumsum([0, *lengths]).astype(feature.row_splits_dtype)
-        return tf.RaggedTensor.from_row_splits(flat, splits, validate=False)
-    if feature.rank == 1:
-        return flat
-    return tf.reshape(flat, [len(rows), _dense_width(feature)])
-
-
-def _dense_width(feature: Feature) -> int:
-    """The number of ids of each row, also if there is none."""
-    rows = [row for step in feature.ids for row in step]
-    if rows:
-        return len(rows[0])
-    assert feature.input_shape is not None
-    return feature.input_shape[1]
-
-
-def signature_of(layer: Layer, rows: int | None) -> Any:
-    """The type of all its batches: one trace serves all steps.
-
-    Args:
-        layer: whose batches.
-        rows: their number of rows, None if it varies.
-    """
-    batch = make_batch(layer, 0, range(0))
-
-    def with_rows(feature: Feature, name: str, tensor: Any) -> tf.TypeSpec:
-        spec = tf.type_spec_from_value(tensor)
-        shape = [rows, *spec.shape[1:]]
-        if isinstance(spec, tf.RaggedTensorSpec):
-            return tf.RaggedTensorSpec(
-                shape, spec.dtype, 1, spec.row_splits_dtype
-            )
-        if isinstance(spec, tf.SparseTensorSpec):
-            return tf.SparseTensorSpec([rows, None], spec.dtype)
-        if name == "weights" and feature.kind != "dense":
-            shape = [None]
-        return tf.TensorSpec(shape, spec.dtype)
-
-    return {
-        feature.name: {
-            name: with_rows(feature, name, tensor)
-            for name, tensor in batch[feature.name].items()
-        }
-        for feature in layer.features
-    }
-
 
 # -- The training step ----------------------------------
 
@@ -303,6 +118,7 @@ def run_layer(
     strategy: tf.distribute.Strategy | None = None,
     shares: Callable[[int], Sequence[range]] = lambda rows: [range(rows)],
     sees_gradients: bool = True,
+    declared_batch: int | None = None,
 ) -> Result:
     """Three training steps of a layer.
 
@@ -313,16 +129,17 @@ def run_layer(
         strategy: runs the step on its replicas; None runs it as it is.
         shares: number of rows -> the rows of each replica.
         sees_gradients: whether a table's gradient is given to the user.
+        declared_batch: rows of a global batch that the features declare.
     """
     scope = (strategy or tf.distribute.get_strategy()).scope()
     with scope:
-        embedding = make_layer(layer, default_optimizer)
+        embedding = make_layer(layer, default_optimizer, declared_batch)
         if layer.model_optimizer.maker == "model":
-            optimizer = _made(layer.model_optimizer, "keras")
+            optimizer = made(layer.model_optimizer, "keras")
         else:
             optimizer = keras.optimizers.SGD(1.0)
         if not embedding.built:
-            embedding.build({f.name: _fed_shape(f) for f in layer.features})
+            embedding.build({f.name: fed_shape(f) for f in layer.features})
         optimizer.build(embedding.trainable_variables)
     embedding.set_embedding_tables(
         {t.name: t.initial_values().astype("float32") for t in layer.tables}
@@ -349,6 +166,11 @@ def run_layer(
             (batch,) = batches
             replicas = [tf.nest.map_structure(np.asarray, call(batch))]
         else:
+            if len(batches) == 1:
+                # What the strategy would make of it has another type.
+                replicas = _of_replicas(strategy, call(batches[0]))
+                _collect(result, layer, number, parts, replicas)
+                continue
             distributed = strategy.experimental_distribute_values_from_function(
                 lambda context, batches=batches: batches[
                     context.replica_id_in_sync_group
@@ -383,14 +205,6 @@ def _of_each_replica(
         # TPUs refuse ragged and sparse elements otherwise.
         tf.distribute.InputOptions(experimental_fetch_to_device=False),
     ).element_spec
-
-
-def _fed_shape(feature: Feature) -> tuple[int | None, ...]:
-    if feature.rank == 1:
-        return (None,)
-    if feature.kind == "dense":
-        return (None, _dense_width(feature))
-    return (None, None)
 
 
 def _of_replicas(
@@ -448,78 +262,3 @@ def _collect(
                 for name in replicas[0]["tables"]
             }
         )
-
-
-# -- Backends ----------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """A way to run a layer.
-
-    `run` receives the layer, the key of its usual optimizer and a function
-    that gives a session fixture by its name.
-    """
-
-    run: Callable[[Layer, str, Callable[[str], Any]], Result]
-    #: Family named by the cases' `backends`.
-    family: str = DEFAULT_DEVICE
-    #: Whether XLA compiles the step, which it does for dense inputs.
-    xla: bool = False
-    #: The layers it runs, where the others would show nothing new.
-    layers: tuple[str, ...] = tuple(LAYERS)
-
-    def layer(self, name: str) -> Layer:
-        """The cases of the layer that hold on this backend."""
-        return layer_of(
-            name, family=self.family, dense_only=self.xla, compiled=self.xla
-        )
-
-
-def _in_function(layer: Layer, optimizer: str, fixture: Callable) -> Result:
-    return run_layer(
-        layer,
-        optimizer,
-        compiled=lambda step, signature: tf.function(
-            step, input_signature=[signature], autograph=False
-        ),
-    )
-
-
-def _eagerly(layer: Layer, optimizer: str, fixture: Callable) -> Result:
-    return run_layer(layer, optimizer)
-
-
-def _by_xla(layer: Layer, optimizer: str, fixture: Callable) -> Result:
-    return run_layer(
-        layer,
-        optimizer,
-        compiled=lambda step, signature: tf.function(
-            step,
-            input_signature=[signature],
-            autograph=False,
-            jit_compile=True,
-        ),
-    )
-
-
-def _mirrored(layer: Layer, optimizer: str, fixture: Callable) -> Result:
-    def uneven(rows: int) -> list[range]:
-        first = min(rows, 5)
-        return [range(first), range(first, rows)]
-
-    return run_layer(
-        layer, optimizer, strategy=fixture("mirrored"), shares=uneven
-    )
-
-
-BACKENDS = {
-    "default_device": Backend(_in_function),
-    "default_device_eager": Backend(_eagerly),
-    "default_device_xla": Backend(_by_xla, xla=True),
-    # Each replica looks up as a single device does; updates are what differs.
-    "mirrored": Backend(
-        _mirrored,
-        layers=("adam", "batches", "momentum", "ftrl", "native", "model"),
-    ),
-}

@@ -17,11 +17,13 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conformance import runners
+from tests.conformance.batches import make_batch, signature_of
 from tests.conformance.cases import Case, Feature, Layer, Table
 from tests.conformance.comparison import mismatches
+from tests.conformance.layers import make_layer
 from tests.conformance.reference import Reference, Result
 from tests.conformance.registry import OPTIMIZERS
+from tests.conformance.runners import training_step
 
 VOCABULARY = 6
 DIM = 3
@@ -70,11 +72,11 @@ class TracedLayer:
     def __init__(self, kind: str):
         self.features = features_of(kind)
         layer = self._layer([], [], 0)
-        self.embedding = runners.make_layer(layer, "adagrad")
+        self.embedding = make_layer(layer, "adagrad")
         optimizer = keras.optimizers.SGD(1.0)
         optimizer.build(self.embedding.trainable_variables)
         self.traces = 0
-        step = runners.training_step(
+        step = training_step(
             layer, self.embedding, optimizer, sees_gradients=True
         )
 
@@ -83,7 +85,7 @@ class TracedLayer:
             return step(batch)
 
         self.step = tf.function(
-            counted, input_signature=[runners.signature_of(layer, None)]
+            counted, input_signature=[signature_of(layer, None)]
         )
 
     def _layer(self, ids: Sequence, weights: Sequence, rows: int) -> Layer:
@@ -102,7 +104,7 @@ class TracedLayer:
             {t.name: t.initial_values() for t in TABLES}, reset_slots=True
         )
         found = tf.nest.map_structure(
-            np.asarray, self.step(runners.make_batch(layer, 0, range(rows)))
+            np.asarray, self.step(make_batch(layer, 0, range(rows)))
         )
         state = self.embedding.get_optimizer_state()
         got = Result(

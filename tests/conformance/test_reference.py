@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from tests.conformance import registry
 from tests.conformance.cases import Case, output_gradient
+from tests.conformance.layers import make_optimizer
 from tests.conformance.reference import Reference
-from tests.conformance.runners import make_optimizer
 
 
 def first_step(case: Case) -> Case:

@@ -22,10 +22,16 @@ from tests.conformance.registry.data import (
 
 _OF_DENOMINATOR = {
     "sum": (),
-    "mean": ("mean over the count", "mean over absolute weights"),
+    "mean": (
+        "mean over the count",
+        "mean over absolute weights",
+        "no gradient through the denominator",
+        "weights' gradient despite a zero denominator",
+    ),
     "sqrtn": (
         "sqrtn over the root of the count",
         "sqrtn over the root of the sum",
+        "no gradient through the denominator",
     ),
 }
 
@@ -53,7 +59,17 @@ def cases_of_kinds() -> list[Case]:
                 f"{kind}_{combiner}_weighted",
                 "sgd",
                 (table,),
-                (feature("f", table, kind, rows, weights),),
+                (
+                    feature(
+                        "f",
+                        table,
+                        kind,
+                        rows,
+                        weights,
+                        order="reversed",
+                        weights_gradient=True,
+                    ),
+                ),
                 shows=(
                     "weights are ignored",
                     "negative weights are clamped",
@@ -93,29 +109,30 @@ def cases_of_kinds() -> list[Case]:
             shows=("one step an occurrence",),
         ),
     ]
-    for combiner in COMBINERS:
-        one, column = (
-            Table(name, 12, 3, combiner, code=2) for name in ("one", "column")
+    tables = [Table(name, 12, 3, name) for name in COMBINERS]
+    cases.append(
+        Case(
+            "bag_of_one_follows_the_formula",
+            "adagrad",
+            tuple(tables),
+            tuple(
+                feature(
+                    f"f_{t.name}", t, "dense", SINGLE, SINGLE_WEIGHTS, rank=1
+                )
+                for t in tables
+            ),
+            shows=("a bag of one is its row", "a bag of one is weighted"),
         )
-        cases.append(
-            Case(
-                f"bag_of_one_follows_the_formula_{combiner}",
-                "adagrad",
-                (one, column),
-                (
-                    feature("f", one, "dense", SINGLE, SINGLE_WEIGHTS, rank=1),
-                    feature("g", column, "ragged", SINGLE, SINGLE_WEIGHTS),
-                ),
-                shows=(
-                    "a bag of one is its row",
-                    *(
-                        ()
-                        if combiner == "sum"
-                        else ("a bag of one is weighted",)
-                    ),
-                ),
-            )
+    )
+    cases.append(
+        Case(
+            "ragged_bag_of_one_follows_the_formula",
+            "adagrad",
+            (tables[2],),
+            (feature("f", tables[2], "ragged", SINGLE, SINGLE_WEIGHTS),),
+            shows=("a bag of one is its row", "a bag of one is weighted"),
         )
+    )
 
     a, b, c = (Table(name, 12, 4, "mean") for name in "abc")
     cases += [

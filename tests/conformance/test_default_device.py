@@ -1,6 +1,7 @@
-"""Outputs and gradients equal tf.nn.embedding_lookup_sparse.
+"""Every case of the registry in a tf.function on one device.
 
-On every case that TensorFlow's function accepts. It accepts no id outside the
+There it also equals tf.nn.embedding_lookup_sparse, outputs and gradients, on
+every case that TensorFlow's function accepts. It accepts no id outside the
 table and no cut, and knows no output that is not reduced; it gives no rows
 after the last id, where ours are zeros; and with sqrtn it gives NaN as the
 gradient to weights whose squares sum to zero.
@@ -13,9 +14,15 @@ import pytest
 import tensorflow as tf
 
 from tests.conformance.cases import DEFAULT_DEVICE, Case, output_gradient
+from tests.conformance.checks import cases_of, check
 from tests.conformance.comparison import TOLERANCE
 from tests.conformance.reference import Reference
 from tests.conformance.registry import CASES
+
+
+@pytest.mark.parametrize("case", cases_of(DEFAULT_DEVICE))
+def test_case_equals_the_reference(case, run_of):
+    check(DEFAULT_DEVICE, case, run_of)
 
 
 def accepted(case: Case) -> bool:
@@ -53,7 +60,7 @@ def looked_up(case: Case, feature, table: tf.Variable, weights):
 
 
 @pytest.mark.parametrize("case", ACCEPTED, ids=lambda case: case.name)
-def test_equal_to_embedding_lookup_sparse(case, run_of):
+def test_case_equals_embedding_lookup_sparse(case, run_of):
     tables = {
         t.name: tf.Variable(t.initial_values(), dtype=tf.float32)
         for t in case.tables
