@@ -76,7 +76,9 @@ def sparsecore_emulator(
     outside `tf.tpu.outside_compilation` (the block in which TPUEmbeddingV2
     sorts a batch) must be possible on a TPU: only operations that XLA
     compiles, for these dtypes; no ragged, sparse or string tensors; no sizes
-    that depend on values; no variables made outside the strategy's scope.
+    that depend on values; no variables made outside the strategy's scope; on
+    several chips no dense input of unknown size in a host block, which would
+    see TPUStrategy's filling.
     Assertions there do nothing, gathers clamp an index out of range and
     scatters drop it, as on a TPU.
 
