@@ -26,7 +26,7 @@ _PUBLIC = {
     "FeatureConfig": "config",
     "TableConfig": "config",
     "TableLearningRateScheduler": "callbacks",
-    "distribute_dataset": "strategy",
+    "distribute_dataset": "distributed_data",
     "export_for_serving": "serving",
     "fit": "training",
     "load_tables": "state",
@@ -58,6 +58,7 @@ __all__ = [
 if TYPE_CHECKING:
     from tf_distembed.callbacks import TableLearningRateScheduler
     from tf_distembed.config import FeatureConfig, TableConfig
+    from tf_distembed.distributed_data import distribute_dataset
     from tf_distembed.embed_reduce import EmbedReduce
     from tf_distembed.layer import DistributedEmbedding
     from tf_distembed.serving import export_for_serving
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
         make_predict_step,
         make_train_step,
     )
-    from tf_distembed.strategy import distribute_dataset, make_strategy
+    from tf_distembed.strategy import make_strategy
     from tf_distembed.training import fit
 elif sys.argv[:1] != ["-m"]:
     # Keras finds a saved model's layers once their modules are imported. While
