@@ -141,6 +141,15 @@ def test_several_steps_in_one_call(mirrored: Any, strategy: str) -> None:
     setup.assert_close(got, expected(35, "ragged", False))
 
 
+def test_several_steps_of_batches_that_hold_none(mirrored: Any) -> None:
+    def without(inputs: Any, labels: Any) -> Any:
+        ids, weights = inputs  # Those of "next" are 1.
+        return (ids, {**weights, "next": None}), labels
+
+    _, got = train(mirrored, data(35).map(without), steps_per_call=2)
+    setup.assert_close(got, expected(35, "ragged", False))
+
+
 @pytest.mark.parametrize("strategy", ["default", "mirrored"])
 def test_one_trace_however_long_rows_are(mirrored: Any, strategy: str) -> None:
     with under(strategy, mirrored) as made:

@@ -82,9 +82,29 @@ def unpack(data: Any) -> tuple[Any, Any, Any]:
     return keras.utils.unpack_x_y_sample_weight(data)
 
 
+def leaves_of(data: Any) -> list[Any]:
+    """The tensors of a batch, or their specifications; None where it has none.
+
+    Args:
+        data: A batch, or the `element_spec` of an iterator, which for several
+            replicas has specifications of what each of them gets.
+    """
+    leaves = [
+        one
+        for leaf in tf.nest.flatten(data)
+        for one in getattr(leaf, "_value_specs", (leaf,))
+    ]
+    return [
+        None
+        if isinstance(leaf, tf.TypeSpec) and leaf.value_type is type(None)
+        else leaf
+        for leaf in leaves
+    ]
+
+
 def has_static_rows(data: Any) -> bool:
     """Whether every tensor (or its specification) has a known first size."""
-    shapes = [leaf.shape for leaf in tf.nest.flatten(data) if leaf is not None]
+    shapes = [leaf.shape for leaf in leaves_of(data) if leaf is not None]
     return all(shape.rank and shape[0] is not None for shape in shapes)
 
 
