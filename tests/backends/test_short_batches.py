@@ -136,11 +136,18 @@ def dense_model() -> keras.Model:
     keras.utils.set_random_seed(3)
     table = tde.TableConfig("t", 30, 4, optimizer="adam", combiner="sum")
     layer = tde.DistributedEmbedding(
-        tde.FeatureConfig("f", table, (BATCH,)), name="embedding"
+        {
+            name: tde.FeatureConfig(name, table, (BATCH,))
+            for name in ("column", "flat")
+        },
+        name="embedding",
     )
-    # Keras casts int64 ids to it, and adds the dimension.
-    ids = keras.Input((1,), dtype="int32")
-    made = keras.Model(ids, keras.layers.Dense(1)(layer(ids)))
+    inputs = {
+        "column": keras.Input((1,), dtype="int32", name="column"),
+        "flat": keras.Input((), dtype="int32", name="flat"),
+    }
+    outputs = keras.layers.Add()(list(layer(inputs).values()))
+    made = keras.Model(inputs, keras.layers.Dense(1)(outputs))
     made.compile(
         keras.optimizers.SGD(0.01),
         keras.losses.MeanSquaredError(reduction="sum"),
@@ -151,16 +158,18 @@ def dense_model() -> keras.Model:
 
 
 def trained_on_arrays() -> list[Any]:
-    ids = features()["dense"].numpy()[:, 0]
-    labels = (ids % 5).astype("float32")[:, None]
+    ids = features()["dense"].numpy()
+    # Keras adds a dimension, removes one, and casts both to int32.
+    fed = {"column": ids[:, 0], "flat": ids[:, 1:2]}
+    labels = (ids[:, :1] % 5).astype("float32")
     made = dense_model()
     history = made.fit(
-        ids, labels, batch_size=BATCH, epochs=2, shuffle=False, verbose=0
+        fed, labels, batch_size=BATCH, epochs=2, shuffle=False, verbose=0
     ).history["mse"]
     layer = made.get_layer("embedding")
     return [
         history,
-        made.predict(ids, batch_size=BATCH, verbose=0),
+        made.predict(fed, batch_size=BATCH, verbose=0),
         layer.get_embedding_tables()["t"],
     ]
 
