@@ -94,12 +94,8 @@ def leaves_of(data: Any) -> list[Any]:
         for leaf in tf.nest.flatten(data)
         for one in getattr(leaf, "_value_specs", (leaf,))
     ]
-    return [
-        None
-        if isinstance(leaf, tf.TypeSpec) and leaf.value_type is type(None)
-        else leaf
-        for leaf in leaves
-    ]
+    # What stands for None in a specification is no tensor's.
+    return [leaf if hasattr(leaf, "shape") else None for leaf in leaves]
 
 
 def has_static_rows(data: Any) -> bool:
