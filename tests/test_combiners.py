@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import tf_distembed as tde
-from tf_distembed import combiners
+from tf_distembed import combiners, sparse_product
 from tf_distembed.bags import Bags
 
 COMBINERS = ("sum", "mean", "sqrtn")
@@ -50,6 +50,12 @@ CASES = {
     "weights that cancel": Case([[1, 2], [0]], [[1.0, -1.0], [-2.0]]),
     "negative weights": Case([[1, 2, 3]], [[-1.0, -2.0, 0.5]]),
 }
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["product", "segments"])
+def _form(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, and as on a GPU or for another dtype."""
+    monkeypatch.setattr(sparse_product, "is_fast", lambda dtype: request.param)
 
 
 def rows_of(count: int = 4) -> np.ndarray:

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 import tf_distembed as tde
+from tf_distembed.backends import compilation
 
 ROWS, DIM = 7, 2
 IDS = tf.constant([[1, 3], [3, 5], [1, 1]], tf.int64)
@@ -84,11 +85,16 @@ def operations(function: Any, *args: Any) -> Counter[str]:
 # -- How often ---------------------------------------------------------------
 
 
-def test_a_step_finds_distinct_ids_once_a_stack_and_reads_rows_once() -> None:
+@pytest.mark.parametrize(("has_gpu", "searches"), [(False, 3), (True, 2)])
+def test_a_step_finds_distinct_ids_once_and_reads_rows_once(
+    has_gpu: bool, searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs once a table, which run in parallel; on a GPU once a stack."""
+    monkeypatch.setattr(compilation, "has_gpu", lambda: has_gpu)
     # Two stacks: of the equal ones, and of the other. Adagrad has one slot.
     setup = Setup({"a": "adagrad", "b": "adagrad", "c": "sgd"})
     counts = operations(tf.function(setup.step), IDS)
-    assert counts["Unique"] == 2
+    assert counts["Unique"] == searches
     assert counts["ResourceGather"] == 3 + 2
     assert counts["ResourceScatterUpdate"] == 3 + 2
 
@@ -111,7 +117,7 @@ def test_a_step_of_keras_finds_distinct_ids_once() -> None:
     batch = (dict.fromkeys(ids, IDS), tf.zeros([3, 1]))
     model.train_on_batch(*batch)
     counts = operations(tf.function(model.train_step), batch)
-    assert counts["Unique"] == 1
+    assert counts["Unique"] == 2
     assert counts["ResourceGather"] == 2 + 2
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tf_distembed as tde
 from tests import dense_reference as ref
+from tf_distembed.backends import compilation
 
 K = keras.optimizers
 native = tf.tpu.experimental.embedding
@@ -38,6 +39,12 @@ IDS = {
     "c2": [[0, 5], [5, 5], [3, 0], [2, 2]],
 }
 WEIGHTS = [[0.5, 2.0], [], [1.0, -0.5, 0.0], [3.0]]
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, the tables of a stack are searched one by one."""
+    monkeypatch.setattr(compilation, "has_gpu", lambda: True)
 
 
 def eagerly(step: Callable) -> Callable:
@@ -214,6 +221,10 @@ AUTO: dict[str, tuple[Callable[[str], Any], int]] = {
     "two names": (lambda name: "sgd" if name in "ab" else "adagrad", 2),
     "equal configs": (
         lambda name: {"class_name": "SGD", "config": {"learning_rate": 0.1}},
+        1,
+    ),
+    "numbered configs": (
+        lambda name: keras.optimizers.serialize(K.SGD(0.1, name=f"sgd_{name}")),
         1,
     ),
     "other rates": (

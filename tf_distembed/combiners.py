@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from tf_distembed import sparse_product
 from tf_distembed.bags import Bags
 
 _Map: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
@@ -74,6 +75,32 @@ def pool(
     return outputs
 
 
+def pool_each(
+    rows: Sequence[tf.Tensor],
+    bags: Sequence[Bags],
+    combiners: Sequence[str],
+) -> list[tf.Tensor]:
+    """As `pool`, of rows that were read for each id, repeated or not.
+
+    Args:
+        rows: For each feature `[N, D]`, the row of each of its ids.
+        bags: For each feature its bags, of `N` ids.
+        combiners: For each feature `"sum"`, `"mean"` or `"sqrtn"`.
+
+    Returns:
+        For each feature `[num_bags, D]`, of the rows' dtype.
+    """
+    # Feature by feature: to pool several at once, rows would be copied.
+    return [
+        own
+        if one.one_each
+        else _pool_group(
+            own, tf.range(tf.size(one.bag)), _Group(combiner, (0,), one)
+        )
+        for own, one, combiner in zip(rows, bags, combiners, strict=True)
+    ]
+
+
 def _groups(bags: Sequence[Bags], combiners: Sequence[str]) -> list[_Group]:
     alike: dict[Any, list[int]] = {}
     for i, (one, combiner) in enumerate(zip(bags, combiners, strict=True)):
@@ -101,6 +128,7 @@ def _join(bags: list[Bags]) -> Bags:
         num_bags=total,
         weights=_concat_or_none([one.weights for one in bags]),
         present=_concat_or_none([one.present for one in bags]),
+        lengths=_concat_or_none([one.lengths for one in bags]),
     )
 
 
@@ -121,7 +149,16 @@ def _pick(rows: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def pick(rows: tf.Tensor) -> Any:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            return _sum_at(upstream, places, rows)
+            count = tf.shape(rows)[0]
+            if not sparse_product.is_fast(rows.dtype):
+                return tf.math.unsorted_segment_sum(upstream, places, count)
+            return sparse_product.weighted_sums(
+                upstream,
+                tf.range(tf.size(places)),
+                places,
+                tf.ones_like(places, rows.dtype),
+                count,
+            )
 
         return tf.gather(rows, places), gradient
 
@@ -142,6 +179,15 @@ def _pool_unweighted(
         )
 
     def to_rows(upstream: tf.Tensor) -> tf.Tensor:
+        if sparse_product.is_fast(rows.dtype):
+            ones = tf.ones_like(bags.bag, rows.dtype)
+            return sparse_product.weighted_sums(
+                _scaled(upstream, ones, bags, combiner),
+                bags.bag,
+                places,
+                ones,
+                count,
+            )
         # Without any id, the operation leaves its output as memory was.
         return tf.cond(
             tf.size(places) > 0,
@@ -155,6 +201,21 @@ def _pool_unweighted(
         )
 
     return _linear(rows, to_bags, to_rows)
+
+
+def _scaled(
+    upstream: tf.Tensor, ones: tf.Tensor, bags: Bags, combiner: str
+) -> tf.Tensor:
+    """A gradient of bags over what they were divided by."""
+    if combiner == "sum":
+        return upstream
+    if bags.lengths is None:
+        size = tf.math.unsorted_segment_sum(ones, bags.bag, bags.num_bags)
+    else:
+        size = tf.cast(bags.lengths, ones.dtype)
+    if combiner == "sqrtn":
+        size = tf.sqrt(size)
+    return upstream * tf.math.reciprocal_no_nan(size)[:, tf.newaxis]
 
 
 def _linear(value: tf.Tensor, there: _Map, back: _Map) -> tf.Tensor:
@@ -173,6 +234,8 @@ def _linear(value: tf.Tensor, there: _Map, back: _Map) -> tf.Tensor:
 def _pool_weighted(
     rows: tf.Tensor, places: tf.Tensor, gains: tf.Tensor, bags: Bags
 ) -> tf.Tensor:
+    is_fast = sparse_product.is_fast(rows.dtype)
+
     @tf.custom_gradient
     def pooled(rows: tf.Tensor, gains: tf.Tensor) -> Any:
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -180,15 +243,28 @@ def _pool_weighted(
             # Gathered anew: no second derivative passes through what was
             # computed outside, and few need a gradient to the weights.
             own = tf.gather(rows, places)
-            to_rows = _sum_at(each * gains[:, tf.newaxis], places, rows)
+            count = tf.shape(rows)[0]
+            if is_fast:
+                to_rows = sparse_product.weighted_sums(
+                    upstream, bags.bag, places, gains, count
+                )
+            else:
+                to_rows = tf.math.unsorted_segment_sum(
+                    each * gains[:, tf.newaxis], places, count
+                )
             return to_rows, tf.reduce_sum(each * own, axis=1)
 
-        output = tf.raw_ops.SparseSegmentSumWithNumSegments(
-            data=tf.gather(rows, places) * gains[:, tf.newaxis],
-            indices=tf.range(tf.size(places)),
-            segment_ids=bags.bag,
-            num_segments=bags.num_bags,
-        )
+        if is_fast:
+            output = sparse_product.weighted_sums(
+                rows, places, bags.bag, gains, bags.num_bags
+            )
+        else:
+            output = tf.raw_ops.SparseSegmentSumWithNumSegments(
+                data=tf.gather(rows, places) * gains[:, tf.newaxis],
+                indices=tf.range(tf.size(places)),
+                segment_ids=bags.bag,
+                num_segments=bags.num_bags,
+            )
         return output, gradient
 
     return pooled(rows, gains)
@@ -233,16 +309,14 @@ def _gains(
     return tf.math.divide_no_nan(weights, tf.gather(total, bag))
 
 
-def _sum_at(values: tf.Tensor, places: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    return tf.math.unsorted_segment_sum(values, places, tf.shape(rows)[0])
-
-
 def _concat(parts: list[tf.Tensor]) -> tf.Tensor:
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
 def _concat_or_none(parts: list[Any]) -> Any:
-    return None if parts[0] is None else tf.concat(parts, 0)
+    if any(part is None for part in parts):
+        return None
+    return tf.concat(parts, 0)
 
 
 def _split(value: tf.Tensor, sizes: list[Any]) -> list[tf.Tensor]:

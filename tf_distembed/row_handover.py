@@ -50,7 +50,7 @@ def recall(table: Any, ids: tf.Tensor) -> Lookup | None:
     """
     if tf.executing_eagerly():
         return None
-    graph = tf.compat.v1.get_default_graph()
+    graph: Any = tf.compat.v1.get_default_graph()
     if getattr(ids, "graph", None) is not graph:
         return None
     # The gradient of a gather reshapes its ids to rank 1, which they have.

@@ -19,6 +19,11 @@ def compiled_by_xla() -> bool:
     return private_tensorflow.in_xla_context()
 
 
+def has_gpu() -> bool:
+    """Whether TensorFlow places operations on a GPU unless told otherwise."""
+    return bool(tf.config.list_logical_devices("GPU"))
+
+
 def infers_shapes() -> bool:
     """Whether Keras traces only to learn shapes, and throws the graph away.
 

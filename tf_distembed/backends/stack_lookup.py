@@ -1,8 +1,9 @@
 """The lookup of stacks, from whatever holds the rows of their tables.
 
-Training looks up each distinct row of a stack once: one `tf.unique` over the
-stack's ids, which come grouped by table, so the distinct ids do too. The
-gradient of that gather already is `tf.IndexedSlices` of distinct ids.
+Training looks up each distinct row of a table once. `tf.unique` finds them:
+on CPUs one a table, which run beside each other, on a GPU, where each has to
+be waited for, one a stack. The gradient of that gather already is
+`tf.IndexedSlices` of distinct ids.
 
 Inference skips `tf.unique`. XLA cannot have it either, since its shapes would
 depend on values; there every id reads its own row and the update sums.
@@ -89,14 +90,12 @@ class StackLookup:
         self, stack: Stack, bags: dict[str, Bags], unique: bool
     ) -> dict[str, tf.Tensor]:
         of_stack = [bags[feature.name] for feature in stack.features]
-        gather = self._gather_unique if unique else self._gather_each
-        rows, places = gather(stack, [one.ids for one in of_stack])
-        pooled = combiners.pool(
-            rows,
-            places,
-            of_stack,
-            [feature.table.combiner for feature in stack.features],
-        )
+        how = [feature.table.combiner for feature in stack.features]
+        if unique:
+            pooled = self._pool_distinct(stack, of_stack, how)
+        else:
+            each = self._gather_each(stack, [one.ids for one in of_stack])
+            pooled = combiners.pool_each(each, of_stack, how)
         return {
             feature.name: _shaped(feature, one, output)
             for feature, one, output in zip(
@@ -104,54 +103,78 @@ class StackLookup:
             )
         }
 
-    def _gather_unique(
+    def _pool_distinct(
+        self, stack: Stack, bags: list[Bags], how: list[str]
+    ) -> list[tf.Tensor]:
+        """Reads each distinct row once.
+
+        Tables are pooled one by one: to pool a stack at once, its rows and
+        the gradients of its outputs would be copied to lie side by side.
+        """
+        members = [
+            [i for i, f in enumerate(stack.features) if f.table is table]
+            for table in stack.tables
+        ]
+        distinct = self._distinct_ids(
+            stack, [_concat([bags[i].ids for i in own]) for own in members]
+        )
+        pooled: list[tf.Tensor] = []
+        for table, own, (ids, places) in zip(
+            stack.tables, members, distinct, strict=True
+        ):
+            pooled += combiners.pool(
+                self._distinct_rows[table.name](ids),
+                _split(places, [tf.size(bags[i].ids) for i in own]),
+                [bags[i] for i in own],
+                [how[i] for i in own],
+            )
+        return pooled
+
+    def _distinct_ids(
         self, stack: Stack, ids: list[tf.Tensor]
-    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Each distinct row once, and the place of every id among them."""
-        sizes = [tf.size(part) for part in ids]
-        if len(stack.tables) == 1:
-            unique_ids, places = _unique(_concat(ids))
-            rows = self._distinct_rows[stack.tables[0].name](unique_ids)
-            return rows, _split(places, sizes)
+    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """For each table its distinct ids, and the place of each id in them."""
+        if len(ids) == 1 or not compilation.has_gpu():
+            return [_unique(part) for part in ids]
         dtype = tf.int32 if stack.num_rows < 2**31 else tf.int64
-        offset = dict(zip(stack.tables, stack.offsets, strict=True))
         shifted = [
-            tf.cast(part, dtype) + offset[feature.table]
-            for feature, part in zip(stack.features, ids, strict=True)
+            tf.cast(part, dtype) + offset
+            for part, offset in zip(ids, stack.offsets, strict=True)
         ]
+        # What stands at the end is no id; its place is the number of them.
+        shifted.append(tf.constant([stack.num_rows], dtype))
         unique_ids, places = _unique(tf.concat(shifted, 0))
-        # Ascending by table, though not within one.
-        table_of = tf.searchsorted(
-            tf.constant(stack.offsets[1:], dtype), unique_ids, side="right"
-        )
-        counts = tf.math.unsorted_segment_sum(
-            tf.ones_like(table_of), table_of, len(stack.tables)
-        )
-        parts = tf.split(unique_ids, counts, num=len(stack.tables))
-        rows = [
-            self._distinct_rows[table.name](part - offset[table])
-            for table, part in zip(stack.tables, parts, strict=True)
+        # Distinct ids keep the order in which they come first, and so that of
+        # the tables: the first id of a table is the first of its distinct ones.
+        sizes = [tf.size(part) for part in shifted]
+        firsts = tf.gather(places, tf.cumsum(sizes, exclusive=True))
+        counts = tf.concat([firsts[1:] - firsts[:-1], [1]], 0)
+        return [
+            (own - offset, place - first)
+            for own, offset, place, first in zip(
+                tf.split(unique_ids, counts, num=len(shifted))[:-1],
+                stack.offsets,
+                tf.split(places, sizes)[:-1],
+                tf.unstack(firsts, len(shifted))[:-1],
+                strict=True,
+            )
         ]
-        return tf.concat(rows, 0), _split(places, sizes)
 
     def _gather_each(
         self, stack: Stack, ids: list[tf.Tensor]
-    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """One row an id, repeated or not."""
-        rows = []
+    ) -> list[tf.Tensor]:
+        """For each feature the row of each id, repeated or not."""
+        rows: list[tf.Tensor] = []
         for table in stack.tables:
+            # Features come in the order of their tables.
             own = [
                 part
                 for feature, part in zip(stack.features, ids, strict=True)
                 if feature.table is table
             ]
-            rows.append(self._rows[table.name](_concat(own)))
-        places, start = [], 0
-        for part in ids:
-            stop = start + tf.size(part)
-            places.append(tf.range(start, stop))
-            start = stop
-        return _concat(rows), places
+            read = self._rows[table.name](_concat(own))
+            rows += _split(read, [tf.size(part) for part in own])
+        return rows
 
 
 def _unique(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
