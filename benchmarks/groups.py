@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from benchmarks import experiments, own_experiments
+from benchmarks import experiments, own_experiments, turns
 from benchmarks.comparison import Effort
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -102,6 +102,7 @@ GROUPS: dict[str, Group] = {
     "huge-pages": Group(
         "tf", lambda effort: own_experiments.huge_pages(10**6, effort)
     ),
+    "settings": Group("tf", turns.settings),
     "memory": Group("tf", lambda effort: own_experiments.peak_memory(10**6)),
     "input": Group(
         "tf", lambda effort: own_experiments.input_pipeline(10**6, effort)

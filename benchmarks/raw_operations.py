@@ -2,7 +2,8 @@
 
 One variable holds all tables, one after the other. Ids that come more than
 once are found once; the rows read for the outputs are used again for the
-update. What the layer costs beyond this is its overhead.
+update. What the layer costs beyond this is its overhead; the sums of the
+gradients are the layer's own function.
 """
 
 from __future__ import annotations
@@ -16,17 +17,13 @@ import tensorflow as tf
 from benchmarks.contender import LEARNING_RATE
 from benchmarks.tf_contenders import TensorFlowContender
 from benchmarks.workloads import Workload
+from tf_distembed.sparse_product import weighted_sums
 
 _ops = tf.raw_ops
 _FORWARD = {
     "sum": _ops.SparseSegmentSumWithNumSegments,
     "mean": _ops.SparseSegmentMeanWithNumSegments,
     "sqrtn": _ops.SparseSegmentSqrtNWithNumSegments,
-}
-_BACKWARD = {
-    "sum": _ops.SparseSegmentSumGrad,
-    "mean": _ops.SparseSegmentMeanGrad,
-    "sqrtn": _ops.SparseSegmentSqrtNGrad,
 }
 _FIRST = {
     "sgd": [],
@@ -74,29 +71,6 @@ class RawOperations(TensorFlowContender):
         table = self.workload.features[feature].table
         ids = tf.cast(ids, tf.int32)
         return ids + int(self._offsets[table]) if table else ids
-
-    def _pool(
-        self,
-        rows: tf.Tensor,
-        places: tf.Tensor,
-        segments: tf.Tensor,
-        order: list[int],
-    ) -> tf.Tensor:
-        size, dim = self.workload.batch_size, self.workload.dim
-        num_bags = sum(f.is_bag for f in self.workload.features)
-        in_bags = tf.size(segments)
-        pooled = _FORWARD[self.workload.combiner](
-            data=rows,
-            indices=places[:in_bags],
-            segment_ids=segments,
-            num_segments=num_bags * size,
-        )
-        if num_bags == len(order) == 1:
-            return pooled
-        picked = tf.gather(rows, places[in_bags:])
-        joined = tf.reshape(tf.concat([pooled, picked], 0), [-1, size, dim])
-        joined = tf.gather(joined, np.argsort(order))
-        return tf.reshape(tf.transpose(joined, [1, 0, 2]), [size, -1])
 
     def outputs(
         self, ids: Any, weights: Any, training: bool
@@ -167,16 +141,29 @@ class RawOperations(TensorFlowContender):
         in_bags = tf.size(segments)
         parts = []
         if self._bags:
-            pooled = _BACKWARD[self.workload.combiner](
-                grad=gradient[: self._bags],
-                indices=places[:in_bags],
-                segment_ids=segments,
-                output_dim0=count,
+            ones = tf.ones([in_bags])
+            lengths = tf.math.unsorted_segment_sum(ones, segments, self._bags)
+            gains = {
+                "sum": tf.ones_like,
+                "mean": tf.math.reciprocal_no_nan,
+                "sqrtn": lambda x: tf.math.reciprocal_no_nan(tf.sqrt(x)),
+            }[self.workload.combiner](lengths)
+            pooled = weighted_sums(
+                gradient[: self._bags] * gains[:, tf.newaxis],
+                segments,
+                places[:in_bags],
+                ones,
+                count,
             )
             parts.append(pooled)
         if not all(f.is_bag for f in self.workload.features):
-            picked = tf.math.unsorted_segment_sum(
-                gradient[self._bags :], places[in_bags:], count
+            own = places[in_bags:]
+            picked = weighted_sums(
+                gradient[self._bags :],
+                tf.range(tf.size(own)),
+                own,
+                tf.ones_like(own, tf.float32),
+                count,
             )
             parts.append(picked)
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
