@@ -50,13 +50,13 @@ def recall(table: Any, ids: tf.Tensor) -> Lookup | None:
     """
     if tf.executing_eagerly():
         return None
-    graph: Any = tf.compat.v1.get_default_graph()
+    graph = tf.compat.v1.get_default_graph()
     if getattr(ids, "graph", None) is not graph:
         return None
     # The gradient of a gather reshapes its ids to rank 1, which they have.
     while ids.op.type in ("Identity", "Reshape"):
         ids = ids.op.inputs[0]
-    for owner, lookup in graph.get_collection(_COLLECTION):
+    for owner, lookup in tf.compat.v1.get_collection(_COLLECTION):
         # A function's graph begins with the collections of the one around it.
         is_same = lookup.ids.graph is graph and lookup.ids.name == ids.name
         if owner() is table and is_same and _is_only_read(lookup.rows):
