@@ -4,7 +4,8 @@
     python -m benchmarks --quick            the main figures, some minutes
     python -m benchmarks                    all of it; 16 GiB of memory
     python -m benchmarks --only tf-A-1e6    some groups
-    python -m benchmarks --json F --plot D  also to a file, and as plots
+    python -m benchmarks --json F --plot D  also to a file, and as plots; a
+                                            file there keeps other groups
 
 Each group runs in a process of its own, in which ours and the others take
 turns; a ratio is another's time over ours. The last line is JSON. TPUs are
@@ -83,6 +84,10 @@ def main() -> None:
         for line in report.lines(found):
             print(line, flush=True)
         records += found
+    if options.json and options.json.exists():
+        # Those of groups that were not run this time stay.
+        earlier = json.loads(options.json.read_text())["records"]
+        records += [r for r in earlier if r["group"] not in names]
     figures = report.figures(records)
     print()
     for line in report.target_lines(figures):
