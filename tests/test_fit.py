@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,9 +15,6 @@ import tensorflow as tf
 
 import tf_distembed as tde
 from tests import training_setup as setup
-
-# Minutes in one process with other strategies.
-pytestmark = pytest.mark.slow
 
 K = keras.optimizers
 GLOBAL = 8
@@ -92,6 +93,7 @@ def test_on_one_device_it_is_keras_fit() -> None:
     assert ours.calls == theirs.calls
 
 
+@pytest.mark.slow
 def test_steps_per_epoch_goes_on_in_the_data() -> None:
     model, reference = make(), make()
     arguments = {"epochs": 3, "steps_per_epoch": 2, "verbose": 0}
@@ -120,6 +122,7 @@ def test_several_steps_a_call_give_the_same() -> None:
     )
 
 
+@pytest.mark.slow
 def test_class_weights_are_those_of_keras() -> None:
     def labelled() -> tf.data.Dataset:
         return data().map(lambda x, y: (x, tf.cast(y > 0, tf.int32)))
@@ -138,7 +141,36 @@ def test_class_weights_are_those_of_keras() -> None:
         )
 
 
-def test_early_stopping_checkpoints_and_logs(tmp_path) -> None:
+@pytest.fixture
+def _tensorboard(monkeypatch: Any) -> None:
+    """What `tf.summary.scalar` calls, which TensorFlow 2.21 comes without."""
+    if importlib.util.find_spec("tensorboard") is not None:
+        return
+
+    def scalar(name: str, data: Any, step: Any = None, **_: Any) -> Any:
+        return tf.summary.write(name, tf.cast(data, tf.float32), step)
+
+    name = "tensorboard.plugins.scalar.summary_v2"
+    while name:
+        module = types.ModuleType(name)
+        module.scalar = scalar
+        monkeypatch.setitem(sys.modules, name, module)
+        name = name.rpartition(".")[0]
+
+
+def tags_of(directory: Path) -> set[str]:
+    """Names of what a TensorBoard would show."""
+    return {
+        value.tag
+        for file in directory.glob("events*")
+        for record in tf.data.TFRecordDataset(str(file))
+        for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value
+    }
+
+
+@pytest.mark.usefixtures("_tensorboard")
+def test_callbacks_of_keras(tmp_path: Path) -> None:
+    """EarlyStopping, ModelCheckpoint, TensorBoard, CSVLogger."""
     model = make()
     path = tmp_path / "best.weights.h5"
     history = tde.fit(
@@ -154,21 +186,32 @@ def test_early_stopping_checkpoints_and_logs(tmp_path) -> None:
                 patience=2,
                 restore_best_weights=True,
             ),
-            keras.callbacks.ModelCheckpoint(path, save_weights_only=True),
+            keras.callbacks.ModelCheckpoint(
+                tmp_path / "{epoch}.weights.h5", save_weights_only=True
+            ),
+            keras.callbacks.ModelCheckpoint(
+                path, "val_loss", save_best_only=True, save_weights_only=True
+            ),
+            keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=1),
             keras.callbacks.CSVLogger(tmp_path / "log.csv"),
         ],
     )
     assert history.epoch == [0, 1, 2]
-    assert path.exists()
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 4
-    other = make()
-    tde.fit(other, data(), verbose=0)
-    # The best epoch was the first.
-    np.testing.assert_allclose(
-        model.embedding.get_embedding_tables()["item"],
-        other.embedding.get_embedding_tables()["item"],
-        atol=1e-6,
+    assert {"epoch_loss", "epoch_mae", "batch_loss"} <= tags_of(
+        tmp_path / "logs" / "train"
     )
+    assert "epoch_mae" in str(tags_of(tmp_path / "logs" / "validation"))
+    # The best epoch was the first for EarlyStopping, the last for the loss.
+    losses = history.history["val_loss"]
+    assert losses == sorted(losses, reverse=True)
+    left = model.embedding.get_embedding_tables()["item"].numpy()
+    for name, same in (("1.weights.h5", True), ("best.weights.h5", False)):
+        other = make()
+        other(next(iter(data()))[0])
+        other.load_weights(tmp_path / name)
+        table = other.embedding.get_embedding_tables()["item"]
+        assert np.allclose(table, left, atol=1e-6) == same
 
 
 def test_the_progress_bar_is_keras_own(capsys) -> None:
@@ -179,6 +222,7 @@ def test_the_progress_bar_is_keras_own(capsys) -> None:
     assert "loss" in printed
 
 
+@pytest.mark.slow
 def test_two_replicas_give_what_one_device_gives(mirrored) -> None:
     arguments: dict[str, Any] = {
         "epochs": 2,

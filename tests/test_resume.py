@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -19,9 +20,6 @@ import tensorflow as tf
 import tf_distembed as tde
 from tests import resumed_run
 from tests import training_setup as setup
-
-# Minutes in one process with other strategies.
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 KILLS = 20
@@ -47,11 +45,17 @@ def interrupted(strategy: Any, directory: Path, batches: int) -> None:
         )
 
 
+@functools.cache
+def uninterrupted() -> dict[str, Any]:
+    return resumed_run.train(tf.distribute.get_strategy(), None)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [4, 5, 8, 13])
 def test_an_interrupted_run_goes_on(tmp_path: Path, batches: int) -> None:
     """In the first epoch, at its end, in the second, in the third."""
     strategy = tf.distribute.get_strategy()
-    expected = resumed_run.train(strategy, None)
+    expected = uninterrupted()
     interrupted(strategy, tmp_path, batches)
     interrupted(strategy, tmp_path, 3)
     got = resumed_run.train(strategy, str(tmp_path))
@@ -65,7 +69,6 @@ def test_two_backups_are_kept_and_a_broken_one_is_not_taken(
     tmp_path: Path,
 ) -> None:
     strategy = tf.distribute.get_strategy()
-    expected = resumed_run.train(strategy, None)
     interrupted(strategy, tmp_path, 9)
     names = {p.name.split(".")[0] for p in tmp_path.glob("backup-*")}
     assert names == {"backup-5", "backup-7"}
@@ -73,7 +76,8 @@ def test_two_backups_are_kept_and_a_broken_one_is_not_taken(
     (tmp_path / "backup-9.data-00000-of-00001.tempstate123").write_bytes(b"x")
     (tmp_path / "backup-9.data-00000-of-00001").write_bytes(b"cut off")
     (tmp_path / "backup-9.index").write_bytes(b"cut off")
-    setup.assert_close(resumed_run.train(strategy, str(tmp_path)), expected)
+    got = resumed_run.train(strategy, str(tmp_path))
+    setup.assert_close(got, uninterrupted())
 
 
 def test_a_backup_of_another_model(tmp_path: Path) -> None:
@@ -85,6 +89,7 @@ def test_a_backup_of_another_model(tmp_path: Path) -> None:
         tde.fit(other, resumed_run.data(), backup_dir=tmp_path, verbose=0)
 
 
+@pytest.mark.slow
 def test_two_replicas_go_on(tmp_path: Path, mirrored: Any) -> None:
     expected = resumed_run.train(mirrored, None)
     interrupted(mirrored, tmp_path, 8)

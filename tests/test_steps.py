@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -15,11 +13,11 @@ import tensorflow as tf
 import tf_distembed as tde
 from tests import training_setup as setup
 
-# Minutes in one process with other strategies.
-pytestmark = pytest.mark.slow
-
 K = keras.optimizers
 GLOBAL = 16
+#: Rows of the last batch of each epoch. Of two replicas the second has none,
+#: then the first has more, then both are nearly full.
+LASTS = (1, 3, GLOBAL - 1)
 
 METRICS = {
     "metrics": lambda: ["mae", keras.metrics.RootMeanSquaredError("rmse")],
@@ -33,143 +31,221 @@ def make(**settings: Any) -> setup.Model:
     return setup.model(GLOBAL, **settings)
 
 
-@contextlib.contextmanager
-def under(name: str, mirrored: Any) -> Iterator[tf.distribute.Strategy]:
-    if name.startswith("emulator"):
-        chips, cores = map(int, name.removeprefix("emulator").split("x"))
-        with tde.testing.sparsecore_emulator(chips, cores) as strategy:
-            yield strategy
-    elif name == "mirrored":
-        yield mirrored
-    else:
-        yield tf.distribute.get_strategy()
-
-
-def train(
-    strategy: tf.distribute.Strategy,
-    data: tf.data.Dataset,
-    epochs: int = 2,
-    steps_per_call: int = 1,
-    **settings: Any,
-) -> tuple[setup.Model, dict[str, Any]]:
-    """Losses and metrics of each epoch, and what is left at the end."""
-    with strategy.scope():
-        model = make(**settings)
-    step = tde.make_train_step(
-        model, strategy=strategy, steps_per_call=steps_per_call
-    )
-    evaluate = tde.make_eval_step(model, strategy=strategy)
-    predict = tde.make_predict_step(model, strategy=strategy)
-    batches = tde.distribute_dataset(data, strategy)
-    found: dict[str, Any] = {}
-    for epoch in range(epochs):
-        step.reset()
-        iterator = iter(batches)
-        while True:
-            try:
-                logs = step(iterator)
-            except tf.errors.OutOfRangeError:
-                break
-        found |= {f"{k}/{epoch}": float(v) for k, v in logs.items()}
-    for batch in batches:
-        logs = evaluate(batch)
-    found |= {f"evaluate/{k}": float(v) for k, v in logs.items()}
-    found["predict"] = np.concatenate([predict(b).numpy() for b in batches])
-    return model, found | setup.model_state(model)
-
-
 def data(
     rows: int, kind: str = "ragged", sample_weight: bool = False
 ) -> tf.data.Dataset:
     return setup.dataset(rows, GLOBAL, kind, False, sample_weight)
 
 
+def epochs_of(kind: str, sample_weight: bool) -> list[tf.data.Dataset]:
+    return [data(GLOBAL + last, kind, sample_weight) for last in LASTS]
+
+
+def train(
+    strategy: tf.distribute.Strategy,
+    epochs: list[tf.data.Dataset],
+    steps_per_call: int = 1,
+) -> tuple[setup.Model, dict[str, Any]]:
+    """Trains on a dataset each epoch; losses, metrics, and what is left."""
+    with strategy.scope():
+        model = make()
+    step = tde.make_train_step(
+        model, strategy=strategy, steps_per_call=steps_per_call
+    )
+    found: dict[str, Any] = {}
+    for epoch, dataset in enumerate(epochs):
+        step.reset()
+        iterator = iter(tde.distribute_dataset(dataset, strategy))
+        while True:
+            try:
+                logs = step(iterator)
+            except tf.errors.OutOfRangeError:
+                break
+        found |= {f"{k}/{epoch}": float(v) for k, v in logs.items()}
+    return model, found | setup.model_state(model)
+
+
+def evaluate_and_predict(
+    model: setup.Model,
+    strategy: tf.distribute.Strategy,
+    epochs: list[tf.data.Dataset],
+) -> dict[str, Any]:
+    evaluate = tde.make_eval_step(model, strategy=strategy)
+    predict = tde.make_predict_step(model, strategy=strategy)
+    found: dict[str, Any] = {}
+    for epoch, dataset in enumerate(epochs):
+        evaluate.reset()
+        outputs = []
+        for batch in tde.distribute_dataset(dataset, strategy):
+            logs = evaluate(batch)
+            outputs.append(predict(batch).numpy())
+        found |= {f"evaluate/{k}/{epoch}": float(v) for k, v in logs.items()}
+        found[f"predict/{epoch}"] = np.concatenate(outputs)
+    return found
+
+
+def all_of(
+    strategy: tf.distribute.Strategy, kind: str, sample_weight: bool
+) -> dict[str, Any]:
+    epochs = epochs_of(kind, sample_weight)
+    model, found = train(strategy, epochs)
+    assert_equal_copies(model, strategy)
+    return found | evaluate_and_predict(model, strategy, epochs)
+
+
 @functools.cache
-def expected(rows: int, kind: str, sample_weight: bool) -> dict[str, Any]:
-    return train(tf.distribute.get_strategy(), data(rows, kind, sample_weight))[
-        1
-    ]
+def expected(kind: str = "ragged", sample_weight: bool = True) -> Any:
+    return all_of(tf.distribute.get_strategy(), kind, sample_weight)
 
 
-@pytest.mark.parametrize("sample_weight", [False, True])
-def test_one_device_gives_what_keras_gives(sample_weight: bool) -> None:
-    batches = data(35, "ragged", sample_weight)
-    model = make()
-    history = model.fit(batches, epochs=2, verbose=0).history
-    keras_gives = {
-        f"{name}/{epoch}": value
-        for name, values in history.items()
-        for epoch, value in enumerate(values)
+def expected_training(kind: str = "ragged") -> dict[str, Any]:
+    """The same without evaluation and prediction."""
+    return {
+        k: v
+        for k, v in expected(kind).items()
+        if not k.startswith(("evaluate", "predict"))
     }
-    evaluated = model.evaluate(batches, verbose=0, return_dict=True)
-    keras_gives |= {f"evaluate/{k}": v for k, v in evaluated.items()}
-    keras_gives["predict"] = model.predict(batches, verbose=0)
+
+
+def assert_equal_copies(
+    model: keras.Model, strategy: tf.distribute.Strategy
+) -> None:
+    """To the last bit, on all replicas."""
+    variables = model.trainable_variables + model.optimizer.variables
+    for variable in variables:
+        first, *others = strategy.experimental_local_results(variable.value)
+        for other in others:
+            np.testing.assert_array_equal(first, other, variable.path)
+
+
+def test_one_device_gives_what_keras_gives() -> None:
+    epochs = epochs_of("ragged", True)
+    model = make()
+    keras_gives: dict[str, Any] = {}
+    for epoch, dataset in enumerate(epochs):
+        history = model.fit(dataset, verbose=0).history
+        keras_gives |= {f"{k}/{epoch}": v[0] for k, v in history.items()}
     keras_gives |= setup.model_state(model)
-    setup.assert_close(expected(35, "ragged", sample_weight), keras_gives, 1e-6)
+    for epoch, dataset in enumerate(epochs):
+        logs = model.evaluate(dataset, verbose=0, return_dict=True)
+        keras_gives |= {f"evaluate/{k}/{epoch}": v for k, v in logs.items()}
+        keras_gives[f"predict/{epoch}"] = model.predict(dataset, verbose=0)
+    setup.assert_close(expected(), keras_gives, 1e-6)
 
 
 @pytest.mark.parametrize(
-    "strategy,last,kind,sample_weight",
+    "strategy,kind,sample_weight",
     [
-        ("mirrored", 1, "ragged", False),
-        ("mirrored", 3, "sparse", True),
-        ("mirrored", GLOBAL - 1, "ragged", True),
-        ("mirrored", 0, "dense", False),
-        ("emulator2x4", 1, "ragged", True),
-        ("emulator2x4", 3, "sparse", False),
-        ("emulator2x4", GLOBAL - 1, "ragged", False),
-        ("emulator2x4", 3, "dense", True),
-        pytest.param("emulator1x4", 3, "ragged", True, marks=pytest.mark.slow),
-        pytest.param("emulator4x2", 5, "ragged", True, marks=pytest.mark.slow),
+        ("mirrored", "ragged", True),
+        pytest.param("emulator2x4", "ragged", True, marks=pytest.mark.slow),
+        pytest.param("mirrored", "sparse", False, marks=pytest.mark.slow),
+        pytest.param("mirrored", "dense", True, marks=pytest.mark.slow),
+        pytest.param("emulator2x4", "sparse", False, marks=pytest.mark.slow),
+        pytest.param("emulator2x4", "dense", True, marks=pytest.mark.slow),
+        pytest.param("emulator1x4", "ragged", True, marks=pytest.mark.slow),
+        pytest.param("emulator4x2", "ragged", True, marks=pytest.mark.slow),
     ],
 )
 def test_every_strategy_gives_what_one_device_gives(
-    mirrored: Any, strategy: str, last: int, kind: str, sample_weight: bool
+    mirrored: Any, strategy: str, kind: str, sample_weight: bool
 ) -> None:
-    """A last batch of 1, 3, G - 1 rows; losses, metrics, tables, slots."""
-    rows = 2 * GLOBAL + last
-    with under(strategy, mirrored) as made:
-        _, got = train(made, data(rows, kind, sample_weight))
-    setup.assert_close(got, expected(rows, kind, sample_weight))
+    """Losses, metrics, tables, slots, predictions; short last batches."""
+    with setup.under(strategy, mirrored) as made:
+        got = all_of(made, kind, sample_weight)
+    setup.assert_close(got, expected(kind, sample_weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", "mirrored", "emulator2x4"])
 def test_several_steps_in_one_call(mirrored: Any, strategy: str) -> None:
-    """Three batches in calls of two: the second call takes one."""
-    with under(strategy, mirrored) as made:
-        _, got = train(made, data(35), steps_per_call=2)
-    setup.assert_close(got, expected(35, "ragged", False))
+    """Epochs of two batches in calls of three, so each ends within a call."""
+    with setup.under(strategy, mirrored) as made:
+        _, got = train(made, epochs_of("ragged", True), steps_per_call=3)
+    setup.assert_close(got, expected_training())
 
 
+@pytest.mark.slow
 def test_several_steps_of_batches_that_hold_none(mirrored: Any) -> None:
-    def without(inputs: Any, labels: Any) -> Any:
+    def without(inputs: Any, *rest: Any) -> Any:
         ids, weights = inputs  # Those of "next" are 1.
-        return (ids, {**weights, "next": None}), labels
+        return (ids, {**weights, "next": None}), *rest
 
-    _, got = train(mirrored, data(35).map(without), steps_per_call=2)
-    setup.assert_close(got, expected(35, "ragged", False))
+    epochs = [dataset.map(without) for dataset in epochs_of("ragged", True)]
+    _, got = train(mirrored, epochs, steps_per_call=2)
+    setup.assert_close(got, expected_training())
 
 
-@pytest.mark.parametrize("strategy", ["default", "mirrored"])
-def test_one_trace_however_long_rows_are(mirrored: Any, strategy: str) -> None:
-    with under(strategy, mirrored) as made:
-        with made.scope():
-            model = make()
-        traces = []
-        call = model.call
+def test_one_trace_however_long_rows_are() -> None:
+    model = make()
+    traces = []
+    call = model.call
 
-        def counted(inputs: Any) -> Any:
-            traces.append(tf.distribute.get_replica_context())
-            return call(inputs)
+    def counted(inputs: Any) -> Any:
+        traces.append(inputs)
+        return call(inputs)
 
-        model.call = counted
-        step = tde.make_train_step(model, strategy=made)
-        seen = set()
-        for batch in tde.distribute_dataset(data(35), made):
+    model.call = counted
+    step = tde.make_train_step(model)
+    seen = set()
+    for dataset in epochs_of("ragged", False):
+        for batch in dataset:
             step(batch)
             seen.add(len(traces))
     # The first call builds and traces; the next have other lengths and rows.
     assert len(seen) == 1, seen
+
+
+class IdsModel(setup.Model):
+    """A model of ids alone, a dict."""
+
+    def call(self, inputs: Any) -> tf.Tensor:
+        """Looks up, concatenates, one dense layer."""
+        return super().call((inputs, None))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["mirrored", pytest.param("emulator2x4", marks=pytest.mark.slow)],
+)
+def test_elements_may_be_x_or_x_y_or_with_weights(
+    mirrored: Any, strategy: str
+) -> None:
+    def of(structure: Any) -> Any:
+        elements = data(GLOBAL + 3).map(lambda x, y: structure(x[0], y))
+        return tde.distribute_dataset(elements, made)
+
+    structures = [
+        lambda x, y: x,
+        lambda x, y: (x,),
+        lambda x, y: (x, y),
+        lambda x, y: (x, y, tf.ones(tf.shape(y)[0])),
+    ]
+    with setup.under(strategy, mirrored) as made:
+        with made.scope():
+            keras.utils.set_random_seed(3)
+            model = IdsModel(setup.layer(GLOBAL))
+            model.compile(K.SGD(0.0), "mse", jit_compile=False)
+        predict = tde.make_predict_step(model)
+        evaluate = tde.make_eval_step(model)
+        losses, outputs = [], []
+        for structure in structures:
+            evaluate.reset()
+            found = []
+            for batch in of(structure):
+                found.append(predict(batch).numpy())
+                if structure in structures[2:]:
+                    loss = evaluate(batch)["loss"]
+            outputs.append(np.concatenate(found))
+            if structure in structures[2:]:
+                losses.append(float(loss))
+    assert outputs[0].shape == (GLOBAL + 3, 1)
+    for other in outputs[1:]:
+        np.testing.assert_array_equal(outputs[0], other)
+    assert losses[0] == pytest.approx(losses[1])
+    labels = np.concatenate([y.numpy() for _, y in data(GLOBAL + 3)])
+    assert losses[0] == pytest.approx(
+        np.mean((outputs[0] - labels) ** 2), rel=1e-5
+    )
 
 
 def test_the_steps_of_one_model_take_turns() -> None:
@@ -210,102 +286,19 @@ def test_loss_and_optimizer_compile_a_model() -> None:
     )
 
 
-OPTIMIZERS = {
-    "dynamic_loss_scale": lambda: K.LossScaleOptimizer(K.SGD(0.1)),
-    "loss_scale_factor": lambda: K.SGD(0.1, loss_scale_factor=64.0),
-    "clipping": lambda: K.SGD(0.1, clipnorm=0.01),
-    "weight_decay": lambda: K.SGD(0.1, weight_decay=0.1),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", ["default", "mirrored"])
-def test_options_that_do_not_reach_a_table(
-    mirrored: Any, strategy: str, name: str
-) -> None:
-    """After one step the tables are those without the option."""
-    batches = data(16)
-    expected = train(tf.distribute.get_strategy(), batches, epochs=1)[
-        0
-    ].embedding
-    with under(strategy, mirrored) as made:
-        # The optimizer belongs to the strategy that makes its variables.
-        with made.scope():
-            optimizer = OPTIMIZERS[name]()
-        model, _ = train(made, batches, epochs=1, optimizer=optimizer)
-    setup.assert_close(setup.state(model.embedding), setup.state(expected))
-
-
-def test_an_overflow_on_one_replica_moves_nothing(mirrored: Any) -> None:
-    """Keras looks at the first replica only, and would move NaNs."""
-    with mirrored.scope():
-        optimizer = K.LossScaleOptimizer(K.SGD(0.1), initial_scale=4.0)
-        model = make(optimizer=optimizer, metrics=[], weighted_metrics=[])
-    step = tde.make_train_step(model, strategy=mirrored)
-    inputs, labels = setup.arrays(GLOBAL)
-    labels[-1] = np.inf
-    whole = tf.data.Dataset.from_tensors((inputs, labels))
-    step.build(whole.element_spec)
-    before = setup.state(model.embedding)
-    for batch in tde.distribute_dataset(whole, mirrored):
-        step(batch)
-    setup.assert_close(setup.state(model.embedding), before, 0.0)
-    assert float(optimizer.dynamic_scale.numpy()) == 2.0
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [{"use_ema": True}, {"gradient_accumulation_steps": 2}],
-    ids=lambda one: next(iter(one)),
-)
-def test_options_that_a_table_refuses(setting: dict[str, Any]) -> None:
-    model = make(optimizer=K.SGD(0.1, **setting))
-    step = tde.make_train_step(model)
-    with pytest.raises(ValueError, match=r"Table '.*" + next(iter(setting))):
-        step(next(iter(data(16))))
-
-
-def compiled_by_xla() -> setup.Model:
-    """A model that has seen dense inputs, which XLA can compile."""
-    model = make()
-    inputs, _ = setup.arrays(GLOBAL, "dense")
-    model(
-        keras.tree.map_structure(
-            lambda one: keras.KerasTensor(
-                one.shape, keras.backend.standardize_dtype(one.dtype)
-            ),
-            inputs,
-        )
-    )
-    metrics = {name: made() for name, made in METRICS.items()}
-    model.compile(K.SGD(0.1), "mse", jit_compile=True, **metrics)
-    assert model.jit_compile
-    return model
-
-
-def test_jit_compile_on_one_device() -> None:
-    model, reference = compiled_by_xla(), make()
-    step = tde.make_train_step(model)
-    expected_step = tde.make_train_step(reference)
-    for batch in data(32, "dense"):
-        logs, expected = step(batch), expected_step(batch)
-    setup.assert_close(logs, expected)
-    setup.assert_close(setup.model_state(model), setup.model_state(reference))
-
-
-def test_jit_compile_is_refused_on_two_replicas(mirrored: Any) -> None:
-    with mirrored.scope():
-        model = compiled_by_xla()
-    with pytest.raises(ValueError, match="jit_compile=True cannot"):
-        tde.make_train_step(model, strategy=mirrored)
-
-
+@pytest.mark.slow
 def test_a_sum_over_two_replicas(mirrored: Any) -> None:
-    settings = {"loss": keras.losses.MeanSquaredError(reduction="sum")}
-    batches = data(19)
-    expected = train(tf.distribute.get_strategy(), batches, 1, **settings)[1]
+    def trained(strategy: tf.distribute.Strategy) -> dict[str, Any]:
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        with strategy.scope():
+            model = make(loss=loss)
+        step = tde.make_train_step(model)
+        for batch in tde.distribute_dataset(data(19), strategy):
+            logs = step(batch)
+        return {"loss": logs["loss"]} | setup.model_state(model)
+
     setup.assert_close(
-        train(mirrored, batches, 1, **settings)[1], expected, 1e-4
+        trained(mirrored), trained(tf.distribute.get_strategy()), 1e-4
     )
 
 
@@ -315,6 +308,39 @@ def test_reductions_that_replicas_cannot_share(mirrored: Any) -> None:
         model = make(loss=loss)
     with pytest.raises(ValueError, match="mean_with_sample_weight"):
         tde.make_train_step(model, strategy=mirrored)
+
+
+@pytest.mark.slow
+def test_how_many_rows_a_tpu_s_replica_takes() -> None:
+    """The first batch's, or those that are given; short ones are filled up."""
+    short_first = data(GLOBAL + 3).skip(1).concatenate(data(GLOBAL))
+    with tde.testing.sparsecore_emulator(2, 4) as strategy:
+        with strategy.scope():
+            model = make()
+        evaluate = tde.make_eval_step(model)
+        error = tf.errors.InvalidArgumentError
+        first, second = tde.distribute_dataset(short_first, strategy)
+        evaluate(first)
+        with pytest.raises(error, match="Pass batch_size="):
+            evaluate(second)
+        told = tde.distribute_dataset(short_first, strategy, batch_size=GLOBAL)
+        evaluate = tde.make_eval_step(model)
+        iterator = iter(told)
+        evaluate(iterator)
+        logs = evaluate(iterator)
+        whole = tde.distribute_dataset(
+            data(GLOBAL + 3), strategy, pad_last_batch=False
+        )
+        evaluate = tde.make_eval_step(model)
+        iterator = iter(whole)
+        evaluate(iterator)
+        with pytest.raises(error, match="Use pad_last_batch=True"):
+            evaluate(iterator)
+    reference = make()
+    expected_step = tde.make_eval_step(reference)
+    for batch in short_first:
+        expected_logs = expected_step(batch)
+    setup.assert_close(logs, expected_logs)
 
 
 def test_what_a_step_says(mirrored: Any) -> None:

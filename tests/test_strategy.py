@@ -1,10 +1,9 @@
-"""make_strategy, distribute_dataset, and loops of one's own."""
+"""make_strategy: what it chooses, says and refuses."""
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterator
+import types
 from typing import Any
 
 import keras
@@ -15,216 +14,126 @@ import tensorflow as tf
 import tf_distembed as tde
 from tests import training_setup as setup
 
-# Minutes in one process with other strategies.
-pytestmark = pytest.mark.slow
 
-GLOBAL = 16
-ROWS = 3 * GLOBAL
+class Fakes:
+    """Hardware that is not here; notes what is done with it.
 
+    A TPU of two machines with four cores each, and GPUs.
+    """
 
-@functools.cache
-def fitted(kind: str) -> dict[str, Any]:
-    """What Keras' fit, evaluate and predict give on the default device."""
-    keras.utils.set_random_seed(3)
-    model = setup.model(GLOBAL)
-    data = setup.dataset(ROWS, GLOBAL, kind)
-    history = model.fit(data, epochs=2, verbose=0).history
-    return {
-        "loss": history["loss"],
-        "mae": history["mae"],
-        "evaluate": model.evaluate(data, verbose=0),
-        "predict": model.predict(data, verbose=0),
-        **setup.state(model.embedding),
-    }
+    def __init__(self, monkeypatch: Any, tpu: bool = False, gpus: int = 0):
+        self.done: list[Any] = []
+        self.tpu_fails = False
+        monkeypatch.delenv("TF_CONFIG", raising=False)
+        physical = tf.config.list_physical_devices
+        logical = tf.config.list_logical_devices
+        fake_gpus = [
+            types.SimpleNamespace(device_type="GPU", name=f"/device:GPU:{i}")
+            for i in range(gpus)
+        ]
 
+        def list_physical(kind: Any = None) -> list[Any]:
+            return ["TPU"] if tpu and kind == "TPU" else physical(kind)
 
-def fit_on(
-    strategy: tf.distribute.Strategy, kind: str, distribute: bool
-) -> dict[str, Any]:
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = setup.model(GLOBAL)
+        def list_logical(kind: Any = None) -> list[Any]:
+            if kind == "GPU":
+                return fake_gpus
+            return logical(kind) + ([] if kind else fake_gpus)
 
-    def data() -> Any:
-        batches = setup.dataset(ROWS, GLOBAL, kind)
-        return (
-            tde.distribute_dataset(batches, strategy) if distribute else batches
-        )
+        fakes = self
 
-    history = model.fit(data(), epochs=2, verbose=0).history
-    return {
-        "loss": history["loss"],
-        "mae": history["mae"],
-        "evaluate": model.evaluate(data(), verbose=0),
-        "predict": model.predict(data(), verbose=0),
-        **setup.state(model.embedding),
-    }
+        class TPUClusterResolver:
+            def __init__(self, tpu: str) -> None:
+                fakes.done.append(("resolve", tpu))
 
+        class TPUStrategy:
+            def __init__(
+                self, resolver: Any, experimental_device_assignment: Any
+            ) -> None:
+                self.assignment = experimental_device_assignment
+                self.num_replicas_in_sync = self.assignment.num_replicas
 
-@pytest.mark.parametrize(
-    "chips,kind,distribute",
-    [
-        (1, "ragged", True),
-        (2, "ragged", True),
-        (2, "sparse", True),
-        (2, "dense", False),
-        pytest.param(4, "ragged", True, marks=pytest.mark.slow),
-        pytest.param(1, "sparse", True, marks=pytest.mark.slow),
-        pytest.param(1, "dense", False, marks=pytest.mark.slow),
-        pytest.param(4, "dense", False, marks=pytest.mark.slow),
-    ],
-)
-def test_keras_on_the_emulator_gives_what_one_device_gives(
-    chips: int, kind: str, distribute: bool
-) -> None:
-    with tde.testing.sparsecore_emulator(chips) as strategy:
-        got = fit_on(strategy, kind, distribute)
-    setup.assert_close(got, fitted(kind))
+        class MirroredStrategy:
+            def __init__(self, devices: list[str]) -> None:
+                self.devices = devices
+                self.num_replicas_in_sync = len(devices)
 
-
-def loop(
-    strategy: tf.distribute.Strategy, data: Any, optimizer: Any, seed: int = 3
-) -> tuple[tde.DistributedEmbedding, list[np.ndarray], Callable]:
-    """The pattern of a loop of one's own, on a layer without a model."""
-    keras.utils.set_random_seed(seed)
-    with strategy.scope():
-        layer = setup.layer(GLOBAL)
-        loss_fn = keras.losses.MeanSquaredError(reduction="sum")
-        if optimizer is not None:
-            optimizer.build(layer.trainable_variables)
-
-    @tf.function
-    def train(iterator: Iterator[Any], steps: tf.Tensor) -> Any:
-        def step(batch: Any) -> Any:
-            (inputs, weights), labels = batch
-            with tf.GradientTape() as tape:
-                outputs = layer(inputs, weights, training=True)
-                loss = sum(loss_fn(labels, one) for one in outputs.values())
-            variables = layer.trainable_variables
-            gradients = tape.gradient(loss, variables)
-            if optimizer is not None:
-                optimizer.apply_gradients(
-                    zip(gradients, variables, strict=True)
-                )
-            return outputs
-
-        outputs = strategy.run(step, args=(next(iterator),))
-        for _ in tf.range(steps - 1):
-            # On several CPUs or GPUs: what replicas exchange in one iteration
-            # must not meet what they exchange in the next.
-            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
-            outputs = strategy.run(step, args=(next(iterator),))
-        return outputs
-
-    outputs = train(iter(data), tf.constant(3))
-    return (
-        layer,
-        [
-            np.concatenate(
-                [
-                    part.numpy()
-                    for part in strategy.experimental_local_results(outputs[k])
-                ]
-            )
-            for k in outputs
-        ],
-        train,
-    )
-
-
-@functools.cache
-def looped() -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """The loop on the default device, applying with SGD."""
-    strategy = tf.distribute.get_strategy()
-    data = tde.distribute_dataset(setup.dataset(ROWS, GLOBAL))
-    assert isinstance(data, tf.data.Dataset)
-    layer, outputs, _ = loop(strategy, data, keras.optimizers.SGD(1.0))
-    return setup.state(layer), outputs
-
-
-@pytest.mark.parametrize("applies", [False, True], ids=["alone", "applied"])
-def test_a_loop_of_ones_own_on_the_emulator(applies: bool) -> None:
-    """The gradient moves the tables; applying it adds nothing."""
-    with tde.testing.sparsecore_emulator(2) as strategy:
-        with strategy.scope():
-            optimizer = keras.optimizers.SGD(1.0) if applies else None
-            before = setup.state(setup.layer(GLOBAL))
-        data = tde.distribute_dataset(setup.dataset(ROWS, GLOBAL), strategy)
-        layer, outputs, train = loop(strategy, data, optimizer)
-        got = setup.state(layer)
-        assert train.experimental_get_tracing_count() == 1
-    expected, expected_outputs = looped()
-    setup.assert_close(got, expected)
-    setup.assert_moved(got, before)
-    for one, other in zip(outputs, expected_outputs, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
-
-
-def test_a_loop_of_ones_own_on_two_mirrored_replicas(mirrored) -> None:
-    with mirrored.scope():
-        optimizer = keras.optimizers.SGD(1.0)
-    data = tde.distribute_dataset(setup.dataset(ROWS, GLOBAL), mirrored)
-    layer, outputs, _ = loop(mirrored, data, optimizer)
-    expected, expected_outputs = looped()
-    setup.assert_close(setup.state(layer), expected)
-    for one, other in zip(outputs, expected_outputs, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    "structure",
-    [
-        lambda x, y: x[0]["seen"],
-        lambda x, y: x,
-        lambda x, y: (x[0], y),
-        lambda x, y: (x[0]["next"], y, tf.ones_like(y)),
-        lambda x, y: (x, y),
-    ],
-    ids=["ids", "x", "x_y", "x_y_weights", "inputs_weights_y"],
-)
-def test_elements_keep_their_structure_and_order(mirrored, structure) -> None:
-    batches = setup.dataset(10, 4, drop_remainder=False).map(structure)
-    found = list(tde.distribute_dataset(batches, mirrored))
-    expected = list(batches)
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        tf.nest.assert_same_structure(
-            tf.nest.map_structure(lambda _: 0, one),
-            tf.nest.map_structure(lambda _: 0, other),
-        )
-        for leaf, whole in zip(
-            tf.nest.flatten(one), tf.nest.flatten(other), strict=True
+        for module, name, value in (
+            (tf.config, "list_physical_devices", list_physical),
+            (tf.config, "list_logical_devices", list_logical),
+            (tf.config, "experimental_connect_to_cluster", self.connect),
+            (
+                tf.distribute.cluster_resolver,
+                "TPUClusterResolver",
+                TPUClusterResolver,
+            ),
+            (tf.tpu.experimental, "initialize_tpu_system", self.initialise),
+            (tf.distribute, "TPUStrategy", TPUStrategy),
+            (tf.distribute, "MirroredStrategy", MirroredStrategy),
         ):
-            parts = mirrored.experimental_local_results(leaf)
-            rows = [
-                row
-                for part in parts
-                for row in (
-                    part.to_list()
-                    if isinstance(part, tf.RaggedTensor)
-                    else part.numpy().tolist()
-                )
-            ]
-            if isinstance(whole, tf.RaggedTensor):
-                assert rows == whole.to_list()
-            else:
-                assert rows == whole.numpy().tolist()
+            monkeypatch.setattr(module, name, value)
+
+    def connect(self, resolver: Any) -> None:
+        self.done.append("connect")
+
+    def initialise(self, resolver: Any) -> Any:
+        self.done.append("initialise")
+        if self.tpu_fails:
+            raise tf.errors.NotFoundError(None, None, "nobody answers\nmore")
+        coordinates = [
+            [[x, task, 0, core] for x in range(2) for core in range(2)]
+            for task in range(2)
+        ]
+        return tf.tpu.experimental.Topology(
+            mesh_shape=[2, 2, 1, 2], device_coordinates=np.array(coordinates)
+        )
 
 
-def test_distribute_dataset_says_what_it_takes(mirrored) -> None:
-    data = setup.dataset(8, 4)
-    with pytest.raises(TypeError, match="takes a tf.data.Dataset"):
-        tde.distribute_dataset([1, 2], mirrored)
-    with pytest.raises(TypeError, match="not yet distributed"):
-        tde.distribute_dataset(tde.distribute_dataset(data, mirrored), mirrored)
-    with pytest.raises(TypeError, match=r"tf.distribute.Strategy or None"):
-        tde.distribute_dataset(data, "mirrored")
-    with pytest.raises(ValueError, match=r"multiple of the 2 replicas.* 5"):
-        tde.distribute_dataset(data, mirrored, batch_size=5)
-    with pytest.raises(TypeError, match="batch_size must be an int"):
-        tde.distribute_dataset(data, mirrored, batch_size=4.0)
-    with pytest.raises(TypeError, match="pad_last_batch must be a bool"):
-        tde.distribute_dataset(data, mirrored, pad_last_batch=None)
+def test_a_tpu_is_used_with_all_of_its_cores(monkeypatch, capsys) -> None:
+    fakes = Fakes(monkeypatch)
+    strategy = tde.make_strategy("tpu", tpu="my-tpu")
+    assert fakes.done == [("resolve", "my-tpu"), "connect", "initialise"]
+    places = {
+        (strategy.assignment.host_device(i), strategy.assignment.tpu_ordinal(i))
+        for i in range(8)
+    }
+    assert len(places) == strategy.num_replicas_in_sync == 8
+    assert "TPUStrategy, 8 replica(s): asked for" in capsys.readouterr().out
+    # On the TPU's own machine there is nothing to connect to.
+    fakes.done.clear()
+    tde.make_strategy("tpu")
+    assert fakes.done == [("resolve", "local"), "initialise"]
+
+
+def test_auto_takes_a_tpu_then_gpus_then_the_cpu(monkeypatch, capsys) -> None:
+    with monkeypatch.context() as patch:
+        Fakes(patch, tpu=True, gpus=2)
+        assert tde.make_strategy().num_replicas_in_sync == 8
+        assert "there is a TPU" in capsys.readouterr().out
+        # Named, so it need not be seen.
+        tde.make_strategy(tpu="my-tpu")
+        assert "tpu='my-tpu' was given" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        Fakes(patch, gpus=2)
+        assert tde.make_strategy().devices == ["GPU:0", "GPU:1"]
+        assert "there is no TPU, but 2 GPUs" in capsys.readouterr().out
+        assert tde.make_strategy("gpu").devices == ["GPU:0", "GPU:1"]
+        assert tde.make_strategy("mirrored").devices == ["GPU:0", "GPU:1"]
+    with monkeypatch.context() as patch:
+        Fakes(patch, gpus=1)
+        assert tde.make_strategy() is tf.distribute.get_strategy()
+        assert tde.make_strategy("gpu") is tf.distribute.get_strategy()
+        assert "one GPU" in capsys.readouterr().out
+
+
+def test_auto_says_that_a_tpu_does_not_work(monkeypatch, capsys) -> None:
+    fakes = Fakes(monkeypatch, tpu=True)
+    fakes.tpu_fails = True
+    assert tde.make_strategy() is tf.distribute.get_strategy()
+    said = capsys.readouterr().out
+    assert "the TPU does not work (nobody answers) and no GPU" in said
+    with pytest.raises(RuntimeError, match="'my-tpu'.*nobody answers"):
+        tde.make_strategy(tpu="my-tpu")
 
 
 def test_make_strategy_says_what_it_chose(capsys, monkeypatch) -> None:

@@ -6,7 +6,8 @@ dense with two ids an example. All kinds hold the same ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -24,6 +25,7 @@ def layer(
     batch: int | None = None,
     optimizer: Callable[[], Any] = lambda: K.Adagrad(0.1),
     placement: str = "auto",
+    user_optimizer: Any = "adam",
 ) -> tde.DistributedEmbedding:
     uniform = keras.initializers.RandomUniform
     item = tde.TableConfig(
@@ -38,7 +40,7 @@ def layer(
         "user",
         USERS,
         DIM,
-        optimizer="adam",
+        optimizer=user_optimizer,
         combiner="sum",
         initializer=uniform(seed=2),
         placement=placement,
@@ -50,6 +52,22 @@ def layer(
             "user": tde.FeatureConfig("user", user, (batch, 2)),
         }
     )
+
+
+@contextlib.contextmanager
+def under(
+    name: str, mirrored: tf.distribute.Strategy | None = None
+) -> Iterator[tf.distribute.Strategy]:
+    """Enters "default", "mirrored" or "emulator<chips>x<cores>"."""
+    if name.startswith("emulator"):
+        chips, cores = map(int, name.removeprefix("emulator").split("x"))
+        with tde.testing.sparsecore_emulator(chips, cores) as strategy:
+            yield strategy
+    elif name == "mirrored":
+        assert mirrored is not None
+        yield mirrored
+    else:
+        yield tf.distribute.get_strategy()
 
 
 @keras.saving.register_keras_serializable("tests")

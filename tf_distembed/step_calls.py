@@ -171,6 +171,23 @@ class Predict(Runner):
     ) -> None:
         super().__init__(model, strategy, replica_steps.predict)
 
+    def _build(self, data: Any) -> None:
+        # Elements may have no labels, which losses and metrics would need.
+        model = self._model
+        if all(layer.built for layer in model._flatten_layers()):
+            return
+        x, _, _ = replica_batches.unpack(data)
+        model(
+            keras.tree.map_structure(
+                lambda one: (
+                    one
+                    if one is None
+                    else keras.KerasTensor(one.shape, one.dtype.name)
+                ),
+                x,
+            )
+        )
+
     def __call__(self, data: Any) -> Any:
         """The outputs for a batch, or for the next one of an iterator."""
         self.take_hint(data)

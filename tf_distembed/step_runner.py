@@ -67,18 +67,10 @@ class Runner:
         self._prepared = True
 
     def _build(self, data: Any) -> None:
-        x, _, _ = replica_batches.unpack(data)
         model = self._model
-        if model.compiled:
-            model._symbolic_build(data_batch=data)
-            if model.optimizer is not None and not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
-        elif not all(layer.built for layer in model._flatten_layers()):
-            model(
-                keras.tree.map_structure(
-                    lambda one: keras.KerasTensor(one.shape, one.dtype.name), x
-                )
-            )
+        model._symbolic_build(data_batch=data)
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
 
     def take_hint(self, data: Any) -> None:
         """Reads what `distribute_dataset` was told."""

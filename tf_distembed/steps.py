@@ -81,6 +81,8 @@ def make_train_step(
     strategy = _prepare(model, loss, optimizer, metrics, strategy)
     if model.optimizer is None:
         raise ValueError("The model is compiled without an optimizer.")
+    if strategy.num_replicas_in_sync > 1:
+        _check_optimizer(model.optimizer)
     step_losses.agree_on_finite_gradients(model.optimizer)
     return Step(model, strategy, replica_steps.train, steps_per_call)
 
@@ -209,14 +211,30 @@ def _prepare(
                 "strategy.run."
             )
     several = strategy.num_replicas_in_sync > 1
-    if several or isinstance(strategy, tf.distribute.TPUStrategy):
+    on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+    if several or on_tpu:
         step_losses.check_reductions(model)
-    if several and model.jit_compile:
+    if (several or on_tpu) and model.jit_compile:
         raise ValueError(
             "jit_compile=True cannot compile the exchange between replicas. "
             "Compile the model with jit_compile=False; a TPU compiles anyway."
         )
     return strategy
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raises for what Keras itself cannot do on several replicas."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    for name, instead in (
+        ("gradient_accumulation_steps", "Use a larger batch"),
+        ("ema_overwrite_frequency", "Leave it out; fit sets the averages last"),
+    ):
+        value = getattr(optimizer, name, None)
+        if value and (optimizer.use_ema or not name.startswith("ema")):
+            raise ValueError(
+                f"The optimizer '{optimizer.name}' has {name}={value}, which "
+                f"Keras cannot do on several replicas. {instead}."
+            )
 
 
 def _compile(
