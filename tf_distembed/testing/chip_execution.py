@@ -202,7 +202,9 @@ class _Builder:
         with tf.device(self.host), tf.control_dependencies(controls):
             if not on_host(operation):
                 inputs = list(xla_indices.as_on_a_tpu(operation, inputs))
-            copy = _copy(operation, inputs, operation.name)
+            copy = _copy(
+                operation, inputs, operation.name, _attributes(operation)
+            )
         self._set(operation, [[t] * len(self.chips) for t in copy.outputs])
         self.done[operation.name] = [copy]
 
@@ -214,6 +216,7 @@ class _Builder:
             return
         host = self.host if on_host(operation) else None
         controls = self._controls(operation)
+        attributes = _attributes(operation)
         copies = []
         for chip, device in enumerate(self.chips):
             own = [value[chip] for value in inputs]
@@ -221,7 +224,7 @@ class _Builder:
                 if host is None:
                     own = list(xla_indices.as_on_a_tpu(operation, own))
                 name = f"chip_{chip}/{operation.name}"
-                copies.append(_copy(operation, own, name))
+                copies.append(_copy(operation, own, name, attributes))
         self._set(
             operation,
             [
@@ -313,9 +316,7 @@ def _without_filling(
     ]
 
 
-def _copy(
-    operation: tf.Operation, inputs: Sequence[tf.Tensor], name: str
-) -> tf.Operation:
+def _attributes(operation: tf.Operation) -> dict[str, Any]:
     attributes = {
         key: value
         for key, value in operation.node_def.attr.items()
@@ -325,6 +326,15 @@ def _copy(
         # What was traced for XLA lacks this mark, without which the CPU has
         # a slower kernel for it.
         attributes["_lower_using_switch_merge"] = tf.compat.v1.AttrValue(b=True)
+    return attributes
+
+
+def _copy(
+    operation: tf.Operation,
+    inputs: Sequence[tf.Tensor],
+    name: str,
+    attributes: dict[str, Any],
+) -> tf.Operation:
     return tf.compat.v1.get_default_graph().create_op(
         operation.type,
         list(inputs),
