@@ -34,7 +34,8 @@ def distribute_dataset(
     rows, or none. The step helpers give the loss, the gradients and the
     metrics of one device for it. On a TPU a replica's batch has one size; there
     the helpers add empty rows and mask them out (`pad_last_batch`). Keras' own
-    `fit` cannot, so give it datasets with `drop_remainder=True` there.
+    `fit` averages the means of the replicas, however many rows each has: give
+    it datasets with `drop_remainder=True` for the loss of one device.
 
     Args:
         dataset: A `tf.data.Dataset` of global batches.
