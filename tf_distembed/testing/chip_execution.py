@@ -200,8 +200,6 @@ class _Builder:
         inputs = [value[0] for value in self._inputs(operation)]
         controls = self._controls(operation)
         with tf.device(self.host), tf.control_dependencies(controls):
-            if not on_host(operation):
-                inputs = list(xla_indices.as_on_a_tpu(operation, inputs))
             copy = _copy(
                 operation, inputs, operation.name, _attributes(operation)
             )
@@ -221,8 +219,6 @@ class _Builder:
         for chip, device in enumerate(self.chips):
             own = [value[chip] for value in inputs]
             with tf.device(host or device), tf.control_dependencies(controls):
-                if host is None:
-                    own = list(xla_indices.as_on_a_tpu(operation, own))
                 name = f"chip_{chip}/{operation.name}"
                 copies.append(_copy(operation, own, name, attributes))
         self._set(
@@ -335,6 +331,8 @@ def _copy(
     name: str,
     attributes: dict[str, Any],
 ) -> tf.Operation:
+    if not on_host(operation):
+        inputs = xla_indices.as_on_a_tpu(operation, inputs)
     return tf.compat.v1.get_default_graph().create_op(
         operation.type,
         list(inputs),
