@@ -122,10 +122,7 @@ class TableState:
             RuntimeError: there is nothing to save.
         """
         for backend in self._backends:
-            if not backend.is_built:
-                backend.read_rows(
-                    next(iter(backend.slot_shapes())), VALUES, 0, 0
-                )
+            backend.check_built()
 
     def read_blocks(self, entry: Entry) -> Iterator[tuple[int, np.ndarray]]:
         """Yields (first row, values) of an entry with rows."""

@@ -52,6 +52,10 @@ class Backend(abc.ABC):
         """Whether the variables are there."""
         return True
 
+    def check_built(self) -> None:
+        """Raises RuntimeError where the variables are not there yet."""
+        return  # Most backends make them at once.
+
     def when_built(self, write: Callable[[], None]) -> None:
         """Calls `write`: now, or as soon as the variables are there."""
         write()

@@ -106,7 +106,7 @@ class SparseCoreBackend(TpuBackend):
             allow_id_dropping=self._allows_dropping,
             initialize_tables_on_host=False,
         )
-        embedding = _Embedding(
+        return _Embedding(
             rules,
             features,
             optimizer=None,
@@ -115,8 +115,6 @@ class SparseCoreBackend(TpuBackend):
             ),
             sparse_core_embedding_config=config,
         )
-        embedding.build()
-        return embedding
 
     @property
     def _allows_dropping(self) -> bool:

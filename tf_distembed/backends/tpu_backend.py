@@ -133,7 +133,7 @@ class TpuBackend(TpuState):
 
     @abc.abstractmethod
     def _make_embedding(self, rules: HostRules, features: list[Any]) -> Any:
-        """TensorFlow's object, for its own features; called in the scope."""
+        """TensorFlow's object, not built, for its own features."""
 
     @abc.abstractmethod
     def _look_up(
@@ -182,7 +182,9 @@ class TpuBackend(TpuState):
 
         def make() -> None:
             with self._strategy.scope():
-                self._embedding = self._make_embedding(rules, features)
+                embedding = self._make_embedding(rules, features)
+                embedding.build()
+                self._embedding = embedding
                 self._rules = rules
                 self.set_values()
 

@@ -75,7 +75,7 @@ class TpuEmbeddingV1Backend(TpuBackend):
         return HostRules(self.features, rows, positions, self.dropped)
 
     def _make_embedding(self, rules: HostRules, features: list[Any]) -> Any:
-        embedding = _Embedding(
+        return _Embedding(
             rules,
             features,
             optimizer=None,
@@ -83,8 +83,6 @@ class TpuEmbeddingV1Backend(TpuBackend):
                 self._settings.pipeline_execution_with_tensor_core
             ),
         )
-        embedding.build()
-        return embedding
 
     def _look_up(
         self, ids: list[Any], weights: list[Any] | None, training: bool

@@ -55,6 +55,14 @@ class TpuState(base.Backend):
     def is_built(self) -> bool:
         return self._embedding is not None
 
+    def check_built(self) -> None:
+        if not self.is_built:
+            raise RuntimeError(
+                f"Layer '{self._layer_name}' has no variables yet: declare the "
+                "global batch as the first entry of input_shape or "
+                "output_shape, or call the layer once."
+            )
+
     def when_built(self, write: Callable[[], None]) -> None:
         if self.is_built:
             write()
@@ -93,12 +101,7 @@ class TpuState(base.Backend):
         self, table: str, slot: str, start: int, stop: int
     ) -> tf.Tensor:
         self._check_place_of_state()
-        if not self.is_built:
-            raise RuntimeError(
-                f"Layer '{self._layer_name}' has no variables yet: declare the "
-                "global batch as the first entry of input_shape or "
-                "output_shape, or call the layer once."
-            )
+        self.check_built()
         rows = self._read(table, slot, np.arange(start, stop))
         return tf.constant(rows - np.float32(self._added(table, slot)))
 
