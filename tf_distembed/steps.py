@@ -210,15 +210,16 @@ def _prepare(
                 "step helpers do not call. Use model.fit, or a loop with "
                 "strategy.run."
             )
-    several = strategy.num_replicas_in_sync > 1
-    on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-    if several or on_tpu:
+    if strategy.num_replicas_in_sync > 1 or isinstance(
+        strategy, tf.distribute.TPUStrategy
+    ):
         step_losses.check_reductions(model)
-    if (several or on_tpu) and model.jit_compile:
-        raise ValueError(
-            "jit_compile=True cannot compile the exchange between replicas. "
-            "Compile the model with jit_compile=False; a TPU compiles anyway."
-        )
+        if model.jit_compile:
+            raise ValueError(
+                "jit_compile=True cannot compile the exchange between "
+                "replicas. Compile the model with jit_compile=False; a TPU "
+                "compiles anyway."
+            )
     return strategy
 
 
