@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tf_distembed as tde
+from tests.state_formats import assert_close, tables_of
 from tf_distembed import real_rows
 
 BATCH = 8
@@ -53,17 +54,6 @@ def batches() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(BATCH)
 
 
-def state_of(model: keras.Model) -> dict[str, np.ndarray]:
-    layer = model.get_layer("embedding")
-    found = {
-        f"{table}:{slot}": np.asarray(value)
-        for table, slots in layer.get_optimizer_state().items()
-        for slot, value in slots.items()
-    }
-    tables = layer.get_embedding_tables()
-    return found | {name: value.numpy() for name, value in tables.items()}
-
-
 def test_a_short_last_batch_trains_on_a_tpu_as_on_one_device():
     one = make_model()
     history = tde.fit(one, batches(), epochs=2, verbose=0)
@@ -71,13 +61,8 @@ def test_a_short_last_batch_trains_on_a_tpu_as_on_one_device():
         with strategy.scope():
             many = make_model()
         again = tde.fit(many, batches(), epochs=2, verbose=0)
-        found = state_of(many)
-    expected = state_of(one)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(
-            found[name], value, rtol=2e-5, atol=2e-5, err_msg=name
-        )
+        found = tables_of(many)
+    assert_close(found, tables_of(one), 2e-5)
     np.testing.assert_allclose(
         again.history["loss"], history.history["loss"], rtol=2e-5
     )

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_distembed as tde
+from tests import state_formats
 
 K = keras.optimizers
 ITEMS, USERS, DIM = 30, 12, 4
@@ -150,13 +151,10 @@ def dataset(
 
 def state(embedding: tde.DistributedEmbedding) -> dict[str, np.ndarray]:
     """Tables, slots and step counts of a layer, by name."""
-    found = {
-        f"{k}/values": v.numpy()
-        for k, v in embedding.get_embedding_tables().items()
+    return {
+        key.replace(":", "/"): value
+        for key, value in state_formats.tables_of(embedding).items()
     }
-    for table, slots in embedding.get_optimizer_state().items():
-        found |= {f"{table}/{k}": np.asarray(v) for k, v in slots.items()}
-    return found
 
 
 def model_state(model: keras.Model) -> dict[str, np.ndarray]:
@@ -174,14 +172,11 @@ def model_state(model: keras.Model) -> dict[str, np.ndarray]:
 def assert_close(
     got: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 2e-5
 ) -> None:
-    """Equal keys; prints every entry that differs."""
+    """Equal keys, in any order; says all entries that differ."""
     assert got.keys() == expected.keys()
-    wrong = {
-        k: float(np.max(np.abs(np.asarray(got[k]) - np.asarray(expected[k]))))
-        for k in expected
-    }
-    wrong = {k: v for k, v in wrong.items() if not v <= tolerance}
-    assert not wrong, wrong
+    state_formats.assert_close(
+        {key: np.asarray(got[key]) for key in expected}, expected, tolerance
+    )
 
 
 def assert_moved(got: Mapping[str, Any], before: Mapping[str, Any]) -> None:
