@@ -157,9 +157,7 @@ def compare(
             "mode": "train" if training else "forward",
             "optimizer": optimizer if training else None,
             "contender": title,
-            **timings.ratio(title, base).to_dict(),
-            "milliseconds": round(timings.milliseconds(title), 3),
-            "rounds": effort.rounds,
+            **timings.figures(title, base),
         }
         for title in calls
     ]

@@ -11,6 +11,13 @@ import numpy as np
 from benchmarks.workloads import Batch, Workload
 
 LEARNING_RATE = 0.01
+#: What Keras' optimizers put into their slots at first, in order.
+FIRST_SLOTS: dict[str, list[float]] = {
+    "sgd": [],
+    "adagrad": [0.1],
+    "adam": [0.0, 0.0],
+    "ftrl": [0.1, 0.0],
+}
 
 
 class Contender(abc.ABC):

@@ -10,7 +10,7 @@ import keras_rs
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.contender import LEARNING_RATE
+from benchmarks.contender import FIRST_SLOTS, LEARNING_RATE
 from benchmarks.tf_contenders import (
     LayerContender,
     TensorFlowContender,
@@ -89,8 +89,7 @@ class KerasEmbedding(LayerContender):
 
     def _padded(self, ids: Ids, values: np.ndarray) -> np.ndarray:
         padded = np.zeros((len(ids.splits) - 1, self._width), values.dtype)
-        column = np.arange(len(values)) - ids.splits[:-1][ids.bag]
-        padded[ids.bag, column] = values
+        padded[ids.bag, ids.column] = values
         return padded
 
     def ids_of(self, ids: Ids, is_bag: bool) -> Any:
@@ -142,7 +141,6 @@ class LookupSparse(TensorFlowContender):
 
     def __init__(self, workload: Workload, optimizer: str) -> None:
         super().__init__(workload)
-        first = {"sgd": [], "adagrad": [0.1], "adam": [0, 0], "ftrl": [0.1, 0]}
         self._optimizer = optimizer
         self._tables = [
             tf.Variable(tf.random.uniform([rows, workload.dim], -0.05, 0.05))
@@ -150,8 +148,8 @@ class LookupSparse(TensorFlowContender):
         ]
         self._slots = [
             [
-                tf.Variable(tf.fill(table.shape, float(x)))
-                for x in first[optimizer]
+                tf.Variable(tf.fill(table.shape, first))
+                for first in FIRST_SLOTS[optimizer]
             ]
             for table in self._tables
         ]
@@ -164,10 +162,11 @@ class LookupSparse(TensorFlowContender):
         return None if ids.weights is None else self._sparse(ids, ids.weights)
 
     def _sparse(self, ids: Ids, values: np.ndarray) -> tf.SparseTensor:
-        column = np.arange(len(values)) - ids.splits[:-1][ids.bag]
         longest = int(np.diff(ids.splits).max())
         shape = [len(ids.splits) - 1, longest]
-        return tf.SparseTensor(np.stack([ids.bag, column], 1), values, shape)
+        return tf.SparseTensor(
+            np.stack([ids.bag, ids.column], 1), values, shape
+        )
 
     def outputs(
         self, ids: Any, weights: Any, training: bool

@@ -52,9 +52,7 @@ def same_ids(sizes: tuple[int, ...], effort: Effort) -> Iterator[Record]:
             "mode": "train",
             "optimizer": "adagrad",
             "contender": title,
-            **timings.ratio(name, base).to_dict(),
-            "milliseconds": round(timings.milliseconds(name), 3),
-            "rounds": effort.rounds,
+            **timings.figures(name, base),
         }
 
 
@@ -146,9 +144,7 @@ def public_calls(rows: int, effort: Effort) -> Iterator[Record]:
             "mode": "train",
             "optimizer": "adagrad",
             "contender": name,
-            **timings.ratio(name, "compiled step").to_dict(),
-            "milliseconds": round(timings.milliseconds(name) / steps, 3),
-            "rounds": effort.rounds,
+            **timings.figures(name, "compiled step", steps),
         }
     yield {"workload": "traces", **_traces(tf, tde, workload)}
 
@@ -185,17 +181,14 @@ def input_pipeline(rows: int, effort: Effort) -> Iterator[Record]:
         calls, rounds=effort.rounds, warm_up=effort.warm_up, least_seconds=0.05
     )
     for name in calls:
-        milliseconds = timings.milliseconds(name)
         yield {
             "workload": "input pipeline",
             "rows": rows,
             "contender": name,
-            **timings.ratio(name, "training step").to_dict(),
-            "milliseconds": round(milliseconds, 3),
+            **timings.figures(name, "training step"),
             "examples_per_second": round(
-                1e3 * workload.batch_size / milliseconds
+                1e3 * workload.batch_size / timings.milliseconds(name)
             ),
-            "rounds": effort.rounds,
         }
 
 
@@ -227,9 +220,7 @@ def huge_pages(rows: int, effort: Effort) -> Iterator[Record]:
                 "mode": "train",
                 "optimizer": "adagrad",
                 "contender": name,
-                **timings.ratio(name, "2 MiB pages").to_dict(),
-                "milliseconds": round(timings.milliseconds(name), 3),
-                "rounds": effort.rounds,
+                **timings.figures(name, "2 MiB pages"),
             }
 
 

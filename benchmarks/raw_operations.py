@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.contender import LEARNING_RATE
+from benchmarks.contender import FIRST_SLOTS, LEARNING_RATE
 from benchmarks.tf_contenders import TensorFlowContender
 from benchmarks.workloads import Workload
 from tf_distembed.sparse_product import weighted_sums
@@ -24,12 +24,6 @@ _FORWARD = {
     "sum": _ops.SparseSegmentSumWithNumSegments,
     "mean": _ops.SparseSegmentMeanWithNumSegments,
     "sqrtn": _ops.SparseSegmentSqrtNWithNumSegments,
-}
-_FIRST = {
-    "sgd": [],
-    "adagrad": [0.1],
-    "adam": [0.0, 0.0],
-    "ftrl": [0.1, 0.0],
 }
 
 
@@ -49,7 +43,7 @@ class RawOperations(TensorFlowContender):
             tf.random.stateless_uniform(shape, [1, 2], -0.05, 0.05)
         )
         self._slots = [
-            tf.Variable(tf.fill(shape, one)) for one in _FIRST[optimizer]
+            tf.Variable(tf.fill(shape, one)) for one in FIRST_SLOTS[optimizer]
         ]
         self._taken = tf.Variable(0.0)
 

@@ -11,6 +11,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +49,20 @@ class Timings:
     def milliseconds(self, name: str) -> float:
         """The median time of one call."""
         return 1e3 * statistics.median(self.seconds[name])
+
+    def figures(self, name: str, base: str, steps: int = 1) -> dict[str, Any]:
+        """What a record has of one contender: ratio, time of a step, rounds.
+
+        Args:
+            name: Which.
+            base: To what the ratio is.
+            steps: Steps of one call.
+        """
+        return {
+            **self.ratio(name, base).to_dict(),
+            "milliseconds": round(self.milliseconds(name) / steps, 3),
+            "rounds": len(self.seconds[name]),
+        }
 
 
 def interleave(

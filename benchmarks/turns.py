@@ -88,9 +88,7 @@ def settings(effort: Effort) -> Iterator[dict[str, Any]]:
                 "mode": "train",
                 "optimizer": "adagrad",
                 "contender": name,
-                **timings.ratio(name, names[0]).to_dict(),
-                "milliseconds": round(timings.milliseconds(name), 3),
-                "rounds": effort.rounds,
+                **timings.figures(name, names[0]),
             }
 
 

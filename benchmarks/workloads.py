@@ -51,6 +51,11 @@ class Ids:
         """The example of each id."""
         return np.repeat(np.arange(len(self.splits) - 1), np.diff(self.splits))
 
+    @property
+    def column(self) -> np.ndarray:
+        """The place of each id within its example."""
+        return np.arange(len(self.values)) - self.splits[:-1][self.bag]
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
