@@ -1,5 +1,5 @@
-# Sourced by .ci/run and .ci/full: runs one stage after the other, says how long
-# each took, and stops with the exit status of the first that fails.
+# Sourced by .ci/run and .ci/full: runs one stage after the other, also when one
+# has failed, and says at the end how long each took and which of them failed.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT"
@@ -8,6 +8,9 @@ export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 
 SCRATCH="$(mktemp -d)"
 trap 'rm -rf "$SCRATCH"' EXIT
+
+STAGES=()
+FAILED=()
 
 # stage NAME COMMAND...: no stage reads stdin, so none can wait for an answer.
 stage() {
@@ -22,6 +25,18 @@ stage() {
     ) </dev/null
     status=$?
     set -e
-    printf '== %s: %d s, exit status %d\n' "$name" $((SECONDS - began)) "$status"
-    [ "$status" -eq 0 ] || exit "$status"
+    STAGES+=("$name: $((SECONDS - began)) s, exit status $status")
+    printf '== %s\n' "${STAGES[-1]}"
+    [ "$status" -eq 0 ] || FAILED+=("$name")
+}
+
+# The last line of a script with stages: fails if one of them has.
+finish() {
+    printf '\n== %d stages took %d s\n' "${#STAGES[@]}" "$SECONDS"
+    printf '%s\n' "${STAGES[@]}"
+    if [ "${#FAILED[@]}" -gt 0 ]; then
+        printf 'FAILED: %s\n' "${FAILED[@]}"
+        exit 1
+    fi
+    printf 'all stages passed\n'
 }

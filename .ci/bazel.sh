@@ -83,9 +83,10 @@ touch "$SCRATCH/tree/WORKSPACE"
 
 bazel_ query --noshow_progress 'labels(srcs, //...)' |
     sed -n 's,^//:,,p' | grep '\.py$' | sort -u >"$SCRATCH/in_build"
-git ls-files 'tf_distembed/*.py' 'tests/*.py' | sort >"$SCRATCH/in_git"
+git ls-files 'benchmarks/*.py' 'tests/*.py' 'tf_distembed/*.py' |
+    sort >"$SCRATCH/in_git"
 # setup.py and scripts are data of some tests, not sources of a library.
-diff <(grep -E '^(tf_distembed|tests)/' "$SCRATCH/in_build") \
+diff <(grep -E '^(benchmarks|tests|tf_distembed)/' "$SCRATCH/in_build") \
     "$SCRATCH/in_git" || {
     _say "BUILD (<) and the committed files (>) differ."
     exit 1

@@ -273,6 +273,13 @@ def test_build_has_what_the_tests_share(build):
     assert srcs == shared
 
 
+def test_build_has_what_measures(build):
+    srcs = globbed(rule(build, "benchmark_suite")["srcs"])
+    assert srcs == {
+        file for file in python_files("benchmarks") if "/build/" not in file
+    }
+
+
 def test_build_depends_on_what_setup_py_requires(build, setup_arguments):
     deps = set().union(
         *(labels(rule(build, name)["deps"]) for name in LIBRARIES)
@@ -511,10 +518,17 @@ def run_stages(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_stages_print_their_seconds_and_pass_on_success():
-    done = run_stages("stage one true; stage two echo said")
+    done = run_stages("stage one true; stage two echo said; finish")
     assert done.returncode == 0
     assert re.search(r"^== one: \d+ s, exit status 0$", done.stdout, re.M)
     assert "said\n== two: " in done.stdout
+    assert re.search(
+        r"^== 2 stages took \d+ s\n"
+        r"one: \d+ s, exit status 0\ntwo: \d+ s, exit status 0\n"
+        r"all stages passed\n\Z",
+        done.stdout,
+        re.M,
+    )
 
 
 @pytest.mark.parametrize(
@@ -524,15 +538,29 @@ def test_stages_print_their_seconds_and_pass_on_success():
         # A failure in the middle of a function counts, as does one in a pipe.
         "f; f() { (exit 7); echo went on; }",
         "f; f() { (exit 7) | cat; echo went on; }",
+        'f; f() { echo "$no_such_variable"; echo went on; }',
     ],
 )
-def test_the_first_stage_that_fails_ends_the_run_with_its_status(failing):
+def test_a_stage_that_fails_is_named_at_the_end(failing):
     command, _, definition = failing.partition("; ")
-    program = f"{definition}\nstage one {command}; stage two echo went on"
-    done = run_stages(program)
-    assert done.returncode == 7
+    done = run_stages(
+        f"{definition}\nstage one true; stage two {command};"
+        "stage three echo said; stage four false; finish; echo went on"
+    )
+    assert done.returncode == 1
     assert "went on" not in done.stdout
-    assert "== one: 0 s, exit status 7" in done.stdout
+    assert "said" in done.stdout
+    assert re.search("^== two: 0 s, exit status [17]$", done.stdout, re.M)
+    assert done.stdout.endswith(
+        "four: 0 s, exit status 1\nFAILED: two\nFAILED: four\n"
+    )
+
+
+@pytest.mark.parametrize("script", ["run", "full"])
+def test_a_run_of_stages_ends_with_what_failed(script):
+    lines = (ROOT / ".ci" / script).read_text("utf-8").splitlines()
+    assert "set -euo pipefail" in lines
+    assert lines[-1] == "finish"
 
 
 GOOD_DEMO = (
