@@ -73,6 +73,18 @@ def test_what_is_not_there_is_found() -> None:
     assert _missing("`backend/` and `steps.py`") == ["backend/"]
 
 
+def test_the_architecture_names_every_module() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w./]+\.py)[`:]", text))
+    package = ROOT / "tf_distembed"
+    modules = {
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if file.name != "__init__.py"
+    }
+    assert modules - named == set()
+
+
 def test_the_reference_has_every_public_name() -> None:
     described = {
         name
