@@ -55,7 +55,8 @@ def tensorflow_plan(installed, has_tpu, has_gpu):
     return there, "[tpu]" if has_tpu else "[gpu]" if has_gpu else "[cpu]"
 
 
-has_tpu = bool(glob.glob("/dev/accel*")) or any(
+# The files of its chips: of which kind depends on the machine's driver.
+has_tpu = any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*"))) or any(
     name in os.environ for name in ("TPU_NAME", "TPU_ACCELERATOR_TYPE")
 )
 if importlib.util.find_spec("tf_distembed") is None:

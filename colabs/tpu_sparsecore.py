@@ -18,6 +18,9 @@
 # same cells run without a TPU: then an emulator takes its place, on which
 # TensorFlow's own `TPUEmbeddingV2` runs, with logical CPUs for chips. It shows
 # what is computed, not how fast.
+#
+# Nobody has run it on a TPU yet; `docs/tpu.md` says what was verified instead.
+# Tables, features and bags are explained in `docs/quickstart.md`.
 
 
 # %% tags=["install"]
@@ -57,7 +60,8 @@ def tensorflow_plan(installed, has_tpu, has_gpu):
     return there, "[tpu]" if has_tpu else "[gpu]" if has_gpu else "[cpu]"
 
 
-has_tpu = bool(glob.glob("/dev/accel*")) or any(
+# The files of its chips: of which kind depends on the machine's driver.
+has_tpu = any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*"))) or any(
     name in os.environ for name in ("TPU_NAME", "TPU_ACCELERATOR_TYPE")
 )
 if importlib.util.find_spec("tf_distembed") is None:
@@ -109,7 +113,8 @@ import tensorflow as tf
 
 import tf_distembed as tde
 
-tde.testing.prepare(2)  # Logical CPUs; first, before TensorFlow starts.
+# Two logical CPUs, for the emulator: before TensorFlow starts.
+tde.testing.prepare(2)
 stack = contextlib.ExitStack()
 try:
     strategy = tde.make_strategy("tpu")
@@ -119,20 +124,29 @@ except RuntimeError:
         tde.testing.sparsecore_emulator(num_chips=2, sparsecores_per_chip=4)
     )
     print("There is no TPU here: two emulated chips with 4 SparseCores each.")
-REPLICAS = strategy.num_replicas_in_sync
 with strategy.scope():
-    print("SparseCores:", tde.DistributedEmbedding.has_sparsecores())
+    if not tde.DistributedEmbedding.has_sparsecores():
+        raise RuntimeError(
+            "This TPU has no SparseCores. Take one of v5p or v6e, or a machine "
+            "without a TPU, where the emulator stands in."
+        )
+REPLICAS = strategy.num_replicas_in_sync  # One on each chip.
 
 
 # %% [markdown]
 # ## Tables and features
 #
-# Nothing here is special to a TPU, but two things have to be known before the
-# first step: the global batch, as the first entry of a shape, and how many ids
-# a step may exchange between two SparseCores (`max_ids_per_partition`; the
-# default is 256).
+# Nothing here is special to a TPU, but the buffers of a SparseCore have fixed
+# sizes. So two things have to be known before the first step:
 #
-# `placement="auto"`, the default, means SparseCores where there are any.
+# * the global batch, which all chips together take in a step, as the first
+#   entry of a shape. It is a multiple of the number of all SparseCores;
+# * how many ids of a step may go from one SparseCore to another
+#   (`max_ids_per_partition`; the default of 256 is enough here).
+#
+# `placement="auto"`, the default of a table, means SparseCores where there are
+# any. Adagrad trains the items and Adam the users, each row by itself; the
+# model's own optimizer is left with the dense layers.
 
 
 # %%
@@ -186,7 +200,8 @@ def make_model(**settings):
 #
 # The batches are global. `tde.fit` divides them over the chips and sorts the
 # ids for the SparseCores on the host. The last batch here is short: it is
-# filled up, and what was added counts for nothing.
+# filled up, and what was added counts for nothing. What `update_stats=True`
+# measures is shown further down.
 
 
 # %%
@@ -308,3 +323,11 @@ for name, values in loaded.get_embedding_tables().items():
 
 # %%
 stack.close()  # Ends the emulator, if there was one.
+
+
+# %% [markdown]
+# ## What to do next
+#
+# * Set up a TPU's machine: `docs/tpu.md`. It also says what differs there.
+# * Write the loop yourself: `custom_training_loop.ipynb`.
+# * Train for longer, with backups: `docs/training.md`.
