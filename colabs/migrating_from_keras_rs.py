@@ -67,7 +67,7 @@ if importlib.util.find_spec("tf_distembed") is None:
         )
     to_remove, extra = tensorflow_plan(
         {
-            d.metadata["Name"].lower().replace("_", "-"): d.version
+            str(d.metadata["Name"]).lower().replace("_", "-"): d.version
             for d in distributions()
         },
         has_tpu=has_tpu,
