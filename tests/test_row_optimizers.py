@@ -559,6 +559,62 @@ def test_what_is_no_optimizer_is_a_type_error(
         place(given)
 
 
+@pytest.mark.parametrize("place", [_table, _layer, _late])
+@pytest.mark.parametrize("config", [3, None, [("learning_rate", 0.1)]])
+def test_a_config_dict_without_a_dict_of_settings_is_a_type_error(
+    config: Any, place: Callable
+) -> None:
+    match = r"must hold a dict of its settings under 'config'. Received: config"
+    with pytest.raises(TypeError, match=match):
+        place({"class_name": "Adam", "config": config})
+
+
+_NATIVE_SGD = "tf.tpu.experimental.embedding.SGD"
+
+
+@pytest.mark.parametrize(
+    "config, named",
+    [
+        ({"class_name": "Adam", "config": {"learning_rte": 0.1}}, "rte"),
+        ({**K.serialize(K.SGD()), "config": {"beta": 0.1}}, "beta"),
+        ({"class_name": "SGD", "config": {"learning_rate": "fast"}}, "fast"),
+        ({"class_name": "SGD", "config": {"momentum": 5.0}}, "momentum"),
+        ({"class_name": _NATIVE_SGD, "config": {"momentum": 0.5}}, "momentum"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_its_optimizer_does_not_take_is_named(
+    config: dict[str, Any], named: str
+) -> None:
+    """With the table; Keras' own message does not know of tables."""
+    match = rf"^Table 't': no optimizer can be made of .*\}}\. .*{named}"
+    tables = [
+        tde.TableConfig("t", 4, 2, optimizer=config),
+        tde.TableConfig("t", 4, 2, optimizer=None),
+    ]
+    for table, default in zip(tables, [None, config], strict=True):
+        with pytest.raises(ValueError, match=match):
+            tde.DistributedEmbedding(
+                tde.FeatureConfig("f", table), optimizer=default
+            )
+
+
+def test_a_native_config_dict_may_leave_its_settings_out() -> None:
+    layer = ref.make_layer(optimizers={"class_name": _NATIVE_SGD})
+    rate = layer.table_optimizers["item"].learning_rate
+    np.testing.assert_allclose(float(rate), native.SGD().learning_rate)
+
+
+def test_a_native_rate_that_no_config_can_hold_is_refused() -> None:
+    table = tde.TableConfig("t", 4, 2, optimizer=native.SGD(lambda: 0.1))
+    match = "'t': an optimizer whose learning_rate is a callable cannot"
+    with pytest.raises(ValueError, match=match):
+        table.get_config()
+    layer = tde.DistributedEmbedding(tde.FeatureConfig("f", table))
+    with pytest.raises(ValueError, match="An optimizer of this layer: an"):
+        layer.get_config()
+
+
 def test_settings_that_are_switched_off_are_accepted() -> None:
     _table(K.SGD(weight_decay=0.0))
     _table(K.Adam(clipnorm=None, use_ema=False))

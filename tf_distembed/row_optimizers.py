@@ -104,6 +104,11 @@ def check_optimizer(optimizer: Any, where: str) -> None:
                 f"Received: class_name={optimizer.get('class_name')!r}"
             )
         settings = optimizer.get("config", {})
+        if not isinstance(settings, Mapping):
+            raise TypeError(
+                f"{where}: an optimizer's config dict must hold a dict of its "
+                f"settings under 'config'. Received: config={settings!r}"
+            )
         _check_settings(settings.get, _KERAS_OFF, where, name)
     else:
         rule_of(optimizer, where)
@@ -113,13 +118,25 @@ def make_optimizer(optimizer: Any, where: str) -> Any:
     """The optimizer object in use for what a `TableConfig` holds.
 
     A name or config dict makes a new Keras optimizer; an object stays itself.
+
+    Raises:
+        TypeError: neither a name, a config dict nor an optimizer object.
+        ValueError: what `check_optimizer` refuses, or a config dict with
+            settings that its optimizer does not take.
     """
     check_optimizer(optimizer, where)
     if isinstance(optimizer, str):
         return _KERAS[optimizer.lower()]()
     if isinstance(optimizer, Mapping):
-        optimizer = deserialize(optimizer)
-        check_optimizer(optimizer, where)
+        try:
+            made = deserialize(optimizer)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{where}: no optimizer can be made of the config dict "
+                f"{dict(optimizer)!r}. {error}"
+            ) from error
+        check_optimizer(made, where)
+        return made
     return optimizer
 
 
@@ -200,7 +217,7 @@ def deserialize(config: Any) -> Any:
     name = config["class_name"]
     if name.startswith(_NATIVE_PREFIX):
         kind = getattr(_native, name.removeprefix(_NATIVE_PREFIX))
-        return kind(**config["config"])
+        return kind(**config.get("config", {}))
     if name.lower() in _KERAS and "module" not in config:
         return _KERAS[name.lower()].from_config(dict(config.get("config", {})))
     return keras.optimizers.deserialize(dict(config))
