@@ -55,6 +55,42 @@ def test_the_update_comes_with_the_gradient_and_applying_adds_nothing():
         assert layer.get_optimizer_state()["item"]["step"] == 2
 
 
+def test_a_second_gradient_of_a_call_raises():
+    """It would be a second step."""
+    with emulated() as strategy:
+        layer = tde.DistributedEmbedding(tde.FeatureConfig("item", table()))
+
+        @tf.function
+        def step(inputs):
+            def replica(inputs):
+                with tf.GradientTape(persistent=True) as tape:
+                    loss = tf.reduce_sum(layer(inputs, training=True))
+                for _ in range(2):
+                    tape.gradient(loss, layer.trainable_variables)
+
+            strategy.run(replica, args=(inputs,))
+
+        with pytest.raises(ValueError, match="gradient of a call was computed"):
+            step(eight([3, 3], [5]))
+        np.testing.assert_array_equal(
+            layer.get_embedding_tables()["item"], coded(40, 4)
+        )
+
+
+@pytest.mark.parametrize("placed", ["sparsecore", "default_device"])
+def test_preprocessed_inputs_pass_through_a_strategy(placed):
+    ids = {"sparsecore": eight([3, 3], [], [5]), "default_device": tf.range(8)}
+    with emulated() as strategy:
+        layer = tde.DistributedEmbedding(
+            tde.FeatureConfig("item", table(placement=placed))
+        )
+        preprocessed = layer.preprocess(ids[placed])
+        (found,) = lookup(strategy, layer, preprocessed)
+        (expected,) = lookup(strategy, layer, ids[placed])
+        np.testing.assert_array_equal(found, expected)
+        assert found.any()
+
+
 def test_a_second_call_in_a_step_raises():
     with emulated() as strategy:
         layer = tde.DistributedEmbedding(tde.FeatureConfig("item", table()))

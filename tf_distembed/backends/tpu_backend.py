@@ -262,10 +262,11 @@ class TpuBackend(TpuState):
         if context in self._updated:
             raise ValueError(
                 f"Layer '{self._layer_name}' was called twice in one training "
-                "step. Tables with placement 'sparsecore' are updated when "
-                "the gradient of a call is computed, so the second call's "
-                "gradient would be a second step. Make both inputs features "
-                "of one layer."
+                "step, or the gradient of a call was computed twice. Tables "
+                "with placement 'sparsecore' are updated when a gradient is "
+                "computed, so the second one would be a second step. Make "
+                "both inputs features of one layer, and compute the gradient "
+                "once."
             )
         self._updated.add(context)
         self._apply(upstream, saved)
