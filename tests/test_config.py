@@ -111,6 +111,12 @@ BAD_TABLES = [
         ["initializer", "'nonsense'", "a Keras initializer", "an array"],
     ),
     ({"initializer": 3}, ValueError, ["initializer", "3"]),
+    # A class, but none of initializers.
+    (
+        {"initializer": object},
+        ValueError,
+        ["an initializer must be callable", "<class 'object'>"],
+    ),
     (
         {"initializer": np.zeros([4, 10])},
         ValueError,

@@ -25,6 +25,12 @@ _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
+def test_a_name_that_is_not_public_is_no_attribute() -> None:
+    match = "module 'tf_distembed' has no attribute 'TableConfigs'"
+    with pytest.raises(AttributeError, match=match):
+        tde.TableConfigs  # noqa: B018
+
+
 def _modules() -> list[ModuleType]:
     names = [
         found.name

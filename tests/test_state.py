@@ -32,6 +32,7 @@ from tests.state_formats import (
     write,
 )
 from tf_distembed import state
+from tf_distembed.row_files import RowFile, write_row_file
 
 
 def make_layer(
@@ -592,7 +593,9 @@ def test_an_exception_while_saving_leaves_what_was_there(
         assert_equal(tables_of(again), before)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "gone", "index", "format"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "gone", "version", "columns", "index", "format"]
+)
 def test_a_damaged_directory_is_refused_whole(damage, tmp_path):
     tde.save_tables(make_layer(), tmp_path / "tables")
     index = tmp_path / "tables" / "index.json"
@@ -601,6 +604,10 @@ def test_a_damaged_directory_is_refused_whole(damage, tmp_path):
         file.write_bytes(file.read_bytes()[:-9])
     elif damage == "gone":
         file.unlink()
+    elif damage == "version":
+        file.write_bytes(file.read_bytes().replace(b"NUMPY\x01", b"NUMPY\x09"))
+    elif damage == "columns":
+        np.save(file, np.asfortranarray(np.load(file)))
     elif damage == "index":
         index.write_text(index.read_text()[:-20])
     else:
@@ -612,7 +619,9 @@ def test_a_damaged_directory_is_refused_whole(damage, tmp_path):
     with pytest.raises(ValueError) as caught:
         tde.load_tables(layer, tmp_path / "tables")
     parts = {
-        "truncated": ["00004.npy", "table 'user'", "damaged"],
+        "truncated": ["00004.npy", "table 'user'", "damaged", " bytes with "],
+        "version": ["00004.npy", "table 'user'", "version of the .npy format"],
+        "columns": ["00004.npy", "table 'user'", "numbers, row by row"],
         "gone": ["00004.npy", "table 'user'", "missing"],
         "index": ["index.json", "damaged"],
         "format": ["format 2", "format 1"],
@@ -620,6 +629,17 @@ def test_a_damaged_directory_is_refused_whole(damage, tmp_path):
     for part in parts[damage]:
         assert part in str(caught.value), caught.value
     assert_equal(tables_of(layer), before)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(tmp_path):
+    path = tmp_path / "values.npy"
+    write_row_file(path, (8, 2), "float32", [np.ones([8, 2], "float32")])
+    rows = RowFile(path)
+    np.testing.assert_array_equal(rows[6:], np.ones([2, 2]))
+    os.truncate(path, path.stat().st_size - 8)
+    np.testing.assert_array_equal(rows[:7], np.ones([7, 2]))
+    with pytest.raises(OSError, match="values.npy' became shorter while in"):
+        rows[6:]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])

@@ -51,6 +51,23 @@ def test_a_batch_that_cannot_be_divided_raises_with_the_numbers(batch):
         tde.DistributedEmbedding(tde.FeatureConfig("item", table(), (batch, 3)))
 
 
+def test_features_of_different_batches_raise():
+    features = [
+        tde.FeatureConfig("a", table("a"), (ROWS, 3)),
+        tde.FeatureConfig("b", table("b"), (2 * ROWS, 3)),
+    ]
+    match = rf"must declare one global batch size.*'a': {ROWS}, 'b': {2 * ROWS}"
+    with emulated(), pytest.raises(ValueError, match=match):
+        tde.DistributedEmbedding(features)
+
+
+def test_an_unknown_number_of_positions_raises():
+    feature = tde.FeatureConfig("x", table(), (ROWS, None), (ROWS, None, 4))
+    match = r"'x'.*static number of positions.*\(8, None, 4\)"
+    with emulated(), pytest.raises(ValueError, match=match):
+        tde.DistributedEmbedding(feature)
+
+
 def test_an_unknown_batch_raises():
     with emulated() as strategy:
         layer = tde.DistributedEmbedding(tde.FeatureConfig("item", table()))

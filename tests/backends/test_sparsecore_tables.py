@@ -212,6 +212,16 @@ def test_stacking_changes_no_result():
             np.testing.assert_allclose(found[name], values, atol=1e-6)
 
 
+def test_tables_of_two_placements_make_no_stack():
+    features = [
+        tde.FeatureConfig("a", table("a"), (ROWS, 3)),
+        tde.FeatureConfig("b", table("b", placement="default_device")),
+    ]
+    match = r"lists \['a', 'b'\] together, but only \['[ab]'\].*placed alike"
+    with emulated(), pytest.raises(ValueError, match=match):
+        tde.DistributedEmbedding(features, table_stacking=[["a", "b"]])
+
+
 def test_without_sparsecores_the_placement_is_named():
     assert not tde.DistributedEmbedding.has_sparsecores()
     with pytest.raises(ValueError, match="sparsecore"):
