@@ -293,6 +293,27 @@ def test_setting_tables_sets_every_copy(
     )
 
 
+@pytest.mark.parametrize("form", ["ragged", "sparse", "dense"])
+def test_preprocessed_inputs_pass_through_it(
+    mirrored: tf.distribute.Strategy, form: str
+) -> None:
+    with mirrored.scope():
+        table = tde.TableConfig("item", 11, 4, combiner="mean")
+        layer = tde.DistributedEmbedding([tde.FeatureConfig("f", table)])
+    ids: Any = tf.constant([[1, 1, 2], [3, 4, 5]])
+    if form != "dense":
+        ids = tf.RaggedTensor.from_tensor(ids, lengths=[3, 1])
+    weights = tf.cast(ids, "float32")
+    if form == "sparse":
+        ids, weights = ids.to_sparse(), weights.to_sparse()
+    preprocessed = layer.preprocess([ids], [weights])
+    call = tf.function(lambda x: mirrored.run(layer, args=(x,)))
+    (found,) = call(preprocessed)
+    (expected,) = layer([ids], [weights])
+    for one in mirrored.experimental_local_results(found):
+        np.testing.assert_allclose(one, expected, rtol=1e-6)
+
+
 # -- What raises -------------------------------------------------------------
 
 

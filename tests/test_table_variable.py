@@ -354,6 +354,22 @@ def test_a_feature_without_a_gradient_counts_as_gradient_zero() -> None:
     assert after["item"]["step"] == 2
 
 
+def test_computing_a_gradient_changes_nothing() -> None:
+    """Until it is applied, however often it is computed."""
+    layer = ref.make_layer(optimizers="adam")
+    before = ref.state_of(layer)
+    with tf.GradientTape(persistent=True) as tape:
+        outputs = layer(ref.batch_of(ref.DENSE_FEATURES, 0)[0], training=True)
+        loss = sum(tf.reduce_sum(value) for value in outputs.values())
+    variables = layer.trainable_variables
+    for _ in range(2):
+        gradients = tape.gradient(loss, variables)
+    ref.assert_same(ref.state_of(layer), before)
+    K.SGD().apply(gradients, variables)
+    for state in ref.state_of(layer).values():
+        assert state["step"] == 1
+
+
 def test_a_step_without_any_gradient_is_no_step() -> None:
     """Nothing of the layer is in the loss."""
     layer, head = ref.make_layer(optimizers="adam"), ref.make_head()
