@@ -96,6 +96,48 @@ def tf_native() -> Any:
     return tf.tpu.experimental.embedding
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_tables_of_one_name_in_two_layers_are_set(by_name):
+    layers = [
+        tde.DistributedEmbedding(
+            tde.FeatureConfig(
+                "a", tde.TableConfig("a", 4, 2, optimizer=optimizer)
+            )
+        )
+        for optimizer in ("sgd", "adagrad")
+    ]
+    ids = keras.Input((), dtype="int64", name="a")
+    outputs = keras.layers.add([layer(ids) for layer in layers])
+    model = keras.Model({"a": ids}, outputs)
+    model.compile("sgd", "mse")
+
+    def schedule(epoch: int, rate: float) -> float:
+        return 0.25
+
+    fit(
+        model,
+        tde.TableLearningRateScheduler(
+            {"a": schedule} if by_name else schedule
+        ),
+    )
+    assert [rates(layer) for layer in layers] == [{"a": 0.25}] * 2
+
+
+def test_a_table_of_the_models_optimizer_is_no_table_to_set():
+    model, _ = model_of(a="sgd", b=None)
+    match = r"names tables \['b'\].*no optimizer of their own.*\['a'\]"
+    with pytest.raises(ValueError, match=match):
+        fit(model, tde.TableLearningRateScheduler({"b": lambda *_: 0.5}))
+
+
+def test_a_model_without_tables_is_refused():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    scheduler = tde.TableLearningRateScheduler(lambda epoch, rate: rate)
+    with pytest.raises(ValueError, match="has no DistributedEmbedding layer"):
+        model.fit(np.ones((3, 1)), np.ones((3, 2)), callbacks=[scheduler])
+
+
 @pytest.mark.parametrize(
     "scheduler, named",
     [

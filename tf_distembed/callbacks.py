@@ -18,7 +18,8 @@ class TableLearningRateScheduler(keras.callbacks.Callback):
 
     What `keras.callbacks.LearningRateScheduler` does for the optimizer of the
     model, for the optimizers that tables have of their own. An optimizer that
-    several tables share is set once.
+    several tables share is set once. Of tables of one name in several layers,
+    all are set.
 
     Args:
         schedule: A function (epoch from 0, learning rate) -> new learning
@@ -26,10 +27,10 @@ class TableLearningRateScheduler(keras.callbacks.Callback):
         verbose: 1 prints each new rate.
 
     Raises:
-        TypeError: when made, if `schedule` is neither; when training begins,
-            if the model has no `DistributedEmbedding`.
-        ValueError: when training begins, for a table that does not exist or
-            has no optimizer of its own, or one whose learning rate is a
+        TypeError: when made, if `schedule` is neither.
+        ValueError: when training begins, if the model has no
+            `DistributedEmbedding`, for a table that does not exist or has no
+            optimizer of its own, or one whose learning rate is a
             `LearningRateSchedule` or another callable, which changes by
             itself; at an epoch, for a rate that is no float.
 
@@ -71,7 +72,7 @@ class TableLearningRateScheduler(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Raises unless every rate asked for can be set."""
-        for name, optimizer in self._optimizers().items():
+        for name, optimizer in self._optimizers():
             if not isinstance(optimizer._learning_rate, keras.Variable):
                 raise ValueError(
                     f"Table '{name}': its learning rate is "
@@ -85,7 +86,7 @@ class TableLearningRateScheduler(keras.callbacks.Callback):
     ) -> None:
         """Sets the rates of this epoch."""
         done: set[int] = set()
-        for name, optimizer in self._optimizers().items():
+        for name, optimizer in self._optimizers():
             if id(optimizer) in done:
                 continue
             done.add(id(optimizer))
@@ -106,19 +107,21 @@ class TableLearningRateScheduler(keras.callbacks.Callback):
                     f"is {float(rate)}."
                 )
 
-    def _optimizers(self) -> dict[str, Any]:
-        found = {
-            name: optimizer
+    def _optimizers(self) -> list[tuple[str, Any]]:
+        """(table, its optimizer) of every table that is scheduled."""
+        found = [
+            pair
             for layer in embedding_layers(self.model)
-            for name, optimizer in layer.table_optimizers.items()
-        }
+            for pair in layer.table_optimizers.items()
+        ]
         if not isinstance(self.schedule, Mapping):
             return found
-        unknown = sorted(set(self.schedule) - set(found))
+        names = {name for name, _ in found}
+        unknown = sorted(set(self.schedule) - names)
         if unknown:
             raise ValueError(
                 f"TableLearningRateScheduler names tables {unknown}, which do "
                 "not exist or have no optimizer of their own. Those that have "
-                f"are {sorted(found)}."
+                f"are {sorted(names)}."
             )
-        return {name: found[name] for name in self.schedule}
+        return [pair for pair in found if pair[0] in self.schedule]
