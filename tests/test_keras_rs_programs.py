@@ -641,6 +641,53 @@ def test_symbolic_outputs_have_the_batch_of_the_inputs():
     assert theirs(inputs)["seen"].shape == (BATCH, 2)
 
 
+def test_the_dtype_of_the_layer_reaches_its_tables():
+    found = []
+    for one in APIS.values():
+        table = one.TableConfig("items", 6, 2)
+        feature = one.FeatureConfig("seen", table, (None,), (None, 2))
+        layer = one.DistributedEmbedding({"seen": feature}, dtype="bfloat16")
+        layer.build({"seen": (None,)})
+        found.append(keras.backend.standardize_dtype(layer.weights[0].dtype))
+    assert found == ["bfloat16", "float32"]
+
+
+def test_adam_on_sparsecores_corrects_the_bias_unlike_there():
+    """The first step of Keras' Adam is of the length of the rate."""
+    moves = []
+    for one in APIS.values():
+        table = one.TableConfig(
+            "items",
+            16,
+            8,
+            initializer="zeros",
+            optimizer=keras.optimizers.Adam(0.5),
+            combiner="sum",
+            placement="sparsecore",
+        )
+        feature = one.FeatureConfig("seen", table, (BATCH,), (BATCH, 8))
+        with tde.testing.sparsecore_emulator() as strategy:
+            with strategy.scope():
+                layer = one.DistributedEmbedding(
+                    {"seen": feature}, table_stacking=None
+                )
+                layer.build({"seen": (BATCH,)})
+
+            def step(ids, layer=layer):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(layer({"seen": ids})["seen"])
+                tape.gradient(loss, layer.trainable_variables)
+
+            tf.function(lambda ids: strategy.run(step, args=(ids,)))(
+                tf.range(BATCH)
+            )
+            with strategy.scope():
+                moves.append(-np.asarray(_by_name(layer)[0])[1])
+    np.testing.assert_allclose(moves[0], 0.5, rtol=1e-4)
+    # Without the correction: by (1 - 0.9) / sqrt(1 - 0.999).
+    np.testing.assert_allclose(moves[1], 0.5 * 10**0.5, rtol=1e-4)
+
+
 def test_a_configuration_can_be_read_twice():
     for one in APIS.values():
         layer = small(one)
