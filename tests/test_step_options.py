@@ -85,10 +85,22 @@ NOT_FOR_OWN_TABLES: dict[str, Callable[[], Any]] = {
         ("default", "weight_decay"),
         *(
             pytest.param(strategy, name, marks=SLOW)
-            for strategy in ("default", "mirrored")
-            for name in NOT_FOR_OWN_TABLES
-            if strategy == "mirrored"
-            or name not in ("dynamic_loss_scale", "weight_decay")
+            for strategy, names in (
+                (
+                    "default",
+                    (
+                        "loss_scale_factor",
+                        "clipnorm",
+                        "global_clipnorm",
+                        "clipvalue",
+                    ),
+                ),
+                (
+                    "mirrored",
+                    ("dynamic_loss_scale", "global_clipnorm", "weight_decay"),
+                ),
+            )
+            for name in names
         ),
     ],
 )
@@ -132,10 +144,10 @@ def test_tables_on_sparsecores_refuse_what_cannot_reach_them() -> None:
             model = make(optimizer, strategy)
             with pytest.raises(ValueError, match=f"sparsecore.*{name}"):
                 tde.fit(model, data(), verbose=0)
-        with pytest.raises(ValueError, match="jit_compile=True cannot"):
-            tde.make_train_step(
-                make(lambda: K.SGD(0.1), strategy, jit_compile=True)
-            )
+        # Keras does not compile what says that it cannot be.
+        with pytest.warns(UserWarning, match="doesn't support `jit_compile"):
+            model = make(lambda: K.SGD(0.1), strategy, jit_compile=True)
+        assert not model.jit_compile
 
 
 @pytest.mark.parametrize(
@@ -153,9 +165,14 @@ def test_own_tables_refuse_the_option(setting: dict[str, Any]) -> None:
 AS_ANY_WEIGHT: dict[str, Callable[[], Any]] = {
     "accumulation": lambda: K.Adam(0.05, gradient_accumulation_steps=2),
     "ema": lambda: K.SGD(0.1, use_ema=True, ema_momentum=0.5),
+    "clipnorm": lambda: K.SGD(0.1, clipnorm=0.02),
     "global_clipnorm": lambda: K.SGD(0.1, global_clipnorm=0.05),
+    "clipvalue": lambda: K.SGD(0.1, clipvalue=0.002),
     "weight_decay": lambda: K.AdamW(0.05, weight_decay=0.3),
-    "dynamic_loss_scale": lambda: K.LossScaleOptimizer(K.SGD(0.1)),
+    "loss_scale_factor": lambda: K.SGD(0.1, loss_scale_factor=64.0),
+    "dynamic_loss_scale": lambda: K.LossScaleOptimizer(
+        K.SGD(0.1, clipnorm=0.02)
+    ),
 }
 
 
@@ -170,11 +187,15 @@ def keras_fit(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "strategy,name",
     [
-        (strategy, name)
-        for strategy in ("default", "mirrored")
-        for name in AS_ANY_WEIGHT
+        ("default", "accumulation"),
+        ("default", "ema"),
+        ("default", "dynamic_loss_scale"),
         # Keras cannot accumulate on several replicas.
-        if (strategy, name) != ("mirrored", "accumulation")
+        *(
+            ("mirrored", name)
+            for name in AS_ANY_WEIGHT
+            if name != "accumulation"
+        ),
     ],
 )
 def test_the_models_tables_take_it_as_any_weight(
@@ -225,12 +246,14 @@ def test_an_overflow_on_one_replica_moves_nothing(mirrored: Any) -> None:
     assert float(model.optimizer.dynamic_scale.numpy()) == 2.0
 
 
-def half_precision(strategy: tf.distribute.Strategy) -> setup.Model:
-    """Its dynamic loss scale is too high at first, then grows."""
+def half_precision(
+    strategy: tf.distribute.Strategy, scale: float
+) -> setup.Model:
+    """Its dynamic loss scale grows with every second step."""
     keras.config.set_dtype_policy("mixed_float16")
     return make(
         lambda: K.LossScaleOptimizer(
-            K.SGD(0.1), initial_scale=2.0**20, dynamic_growth_steps=2
+            K.SGD(0.1), initial_scale=scale, dynamic_growth_steps=2
         ),
         strategy,
     )
@@ -238,7 +261,8 @@ def half_precision(strategy: tf.distribute.Strategy) -> setup.Model:
 
 def test_mixed_float16_with_a_dynamic_scale_is_that_of_keras() -> None:
     strategy = tf.distribute.get_strategy()
-    model, reference = half_precision(strategy), half_precision(strategy)
+    # Too high for the first steps.
+    model, reference = (half_precision(strategy, 2.0**20) for _ in range(2))
     history = tde.fit(model, data(96), epochs=2, verbose=0).history
     expected = reference.fit(data(96), epochs=2, verbose=0).history
     setup.assert_close(
@@ -256,11 +280,12 @@ def test_mixed_float16_with_a_dynamic_scale_is_that_of_keras() -> None:
 def test_mixed_float16_on_two_replicas(mirrored: Any) -> None:
     """The scale and the steps taken are those of one device."""
     got, expected = (
-        steps(half_precision(strategy), strategy, data(96))
+        steps(half_precision(strategy, 8.0), strategy, data(96))
         for strategy in (mirrored, tf.distribute.get_strategy())
     )
     # float16 has 11 bits.
-    setup.assert_close(got, expected, 2e-3)
+    setup.assert_close(got, expected, 4e-3)
+    assert got["item/step"] == 6
 
 
 def compiled_by_xla(

@@ -205,7 +205,7 @@ class IdsModel(setup.Model):
 
 @pytest.mark.parametrize(
     "strategy",
-    ["mirrored", pytest.param("emulator2x4", marks=pytest.mark.slow)],
+    ["default", pytest.param("emulator2x4", marks=pytest.mark.slow)],
 )
 def test_elements_may_be_x_or_x_y_or_with_weights(
     mirrored: Any, strategy: str

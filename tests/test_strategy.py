@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 from typing import Any
 
@@ -247,8 +248,15 @@ def test_a_layer_refuses_parameter_servers(monkeypatch) -> None:
         setup.layer()
 
 
-def test_a_layer_refuses_what_keras_would_ignore() -> None:
+def test_a_layer_refuses_what_keras_would_ignore(monkeypatch) -> None:
     """Keras' TensorFlow backend trains on one device, and does not say so."""
+    # Keras 3.12 asks its backend for these, and TensorFlow's has them not.
+    backend = sys.modules["keras.src.backend.tensorflow.distribution_lib"]
+    for name, value in (("num_processes", 1), ("process_id", 0)):
+        if not hasattr(backend, name):
+            monkeypatch.setattr(
+                backend, name, lambda value=value: value, raising=False
+            )
     devices = ["cpu:0", "cpu:1"]
     try:
         keras.distribution.set_distribution(

@@ -6,9 +6,11 @@ one last, so a write that is cut off leaves the one before in place.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -85,10 +87,12 @@ class Backup:
         variables: list[Any] = []
         names: list[str] = []
         optimizer = type(model.optimizer).__name__
+        self._rates = _learning_rates(model, layers)
         for owner, group in (
             ("model", model.variables),
             (optimizer, model.optimizer.variables),
             ("metrics", model.metrics_variables),
+            ("learning rate", self._rates),
         ):
             for variable in group:
                 if id(variable) in saved:
@@ -133,8 +137,32 @@ class Backup:
         self._checkpoint.restore(newest).assert_consumed()
         return True
 
+    @contextlib.contextmanager
+    def rates_kept(self) -> Iterator[None]:
+        """Undoes what callbacks do to the learning rates in the context."""
+        before = [rate.numpy() for rate in self._rates]
+        yield
+        for rate, value in zip(self._rates, before, strict=True):
+            rate.assign(value)
+
     def save(self) -> None:
         """Writes a backup; the two newest are kept."""
         self._manager.save(checkpoint_number=self.progress.batches)
         if not self._keeps:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _learning_rates(
+    model: keras.Model, layers: list[DistributedEmbedding]
+) -> list[Any]:
+    """Variables that hold a learning rate, of the model and of its tables."""
+    optimizers = [
+        getattr(model.optimizer, "inner_optimizer", model.optimizer),
+        *(
+            optimizer
+            for layer in layers
+            for optimizer in layer.table_optimizers.values()
+        ),
+    ]
+    rates = {id(one): one._learning_rate for one in optimizers}
+    return [rate for rate in rates.values() if isinstance(rate, keras.Variable)]

@@ -7,10 +7,13 @@ of ragged and sparse features works.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+
+from tf_distembed.replica_batches import rows_of
 
 _HINT = "_tf_distembed_hint"
 
@@ -92,9 +95,13 @@ def distribute_dataset(
                 "batch_size is that of the global batch and must be a positive "
                 f"multiple of the {replicas} replicas. Received: {batch_size}"
             )
-    distributed = strategy.experimental_distribute_dataset(
-        dataset, _input_options(dataset)
-    )
+    options = _input_options(dataset)
+    if replicas > 1 and _may_lack_sparse_rows(dataset):
+        distributed = strategy.distribute_datasets_from_function(
+            lambda context: _parts(dataset, context), options
+        )
+    else:
+        distributed = strategy.experimental_distribute_dataset(dataset, options)
     if not isinstance(distributed, tf.distribute.DistributedDataset):
         return distributed
     rows = None if batch_size is None else batch_size // replicas
@@ -138,6 +145,59 @@ def _with_hint(dataset: Any, hint: BatchHint) -> Any:
     dataset.__class__ = DistributedDataset
     setattr(dataset, _HINT, hint)
     return dataset
+
+
+def _may_lack_sparse_rows(dataset: tf.data.Dataset) -> bool:
+    """Whether a replica may get a sparse tensor of no rows."""
+    return any(
+        isinstance(leaf, tf.SparseTensorSpec)
+        and (not leaf.shape.rank or leaf.shape[0] is None)
+        for leaf in tf.nest.flatten(dataset.element_spec)
+    )
+
+
+def _parts(
+    dataset: tf.data.Dataset, context: tf.distribute.InputContext
+) -> tf.data.Dataset:
+    """The parts of this process's replicas, one after the other.
+
+    TensorFlow divides batches by the rows of what it holds for a sparse tensor,
+    and cannot make one again from none of them.
+    """
+    everyone = context.num_replicas_in_sync
+    here = everyone // context.num_input_pipelines
+    first = context.input_pipeline_id * here
+
+    def split(*element: Any) -> tf.data.Dataset:
+        leaves = tf.nest.flatten(element)
+        some = next(leaf for leaf in leaves if leaf is not None)
+        rows = tf.cast(rows_of(some), tf.int64)
+        size = (rows + everyone - 1) // everyone
+        parts = []
+        for replica in range(first, first + here):
+            begin = tf.minimum(replica * size, rows)
+            end = tf.minimum(begin + size, rows)
+            part = tf.nest.pack_sequence_as(
+                dataset.element_spec,
+                [_rows_between(leaf, begin, end) for leaf in leaves],
+            )
+            parts.append(tf.data.Dataset.from_tensors(part))
+        return functools.reduce(tf.data.Dataset.concatenate, parts)
+
+    return dataset.flat_map(split)
+
+
+def _rows_between(value: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, tf.SparseTensor):
+        return value[begin:end]
+    rest = value.dense_shape[1:]
+    return tf.sparse.slice(
+        value,
+        tf.concat([[begin], tf.zeros_like(rest)], 0),
+        tf.concat([[end - begin], rest], 0),
+    )
 
 
 def _input_options(dataset: tf.data.Dataset) -> Any:

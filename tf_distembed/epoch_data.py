@@ -45,7 +45,9 @@ class EpochData:
         if self._class_weight is not None:
             if not isinstance(dataset, tf.data.Dataset):
                 raise ValueError(
-                    "class_weight needs a dataset that is not distributed yet."
+                    "class_weight needs a tf.data.Dataset that is not "
+                    "distributed yet: give it to fit as it is. Received: "
+                    f"{dataset!r}"
                 )
             dataset = dataset.map(self._with_class_weights)
         return dataset

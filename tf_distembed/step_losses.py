@@ -125,29 +125,6 @@ def update_metrics(
                 metric.update_state(label, output, weight)
 
 
-def agree_on_finite_gradients(optimizer: Any) -> None:
-    """Makes a `LossScaleOptimizer` look at all replicas' gradients.
-
-    Keras asks one replica whether its gradients are finite, before they are
-    summed, and turns the gradients of whole tables dense for it.
-    """
-    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return
-
-    def check_finite(gradients: Any) -> tf.Tensor:
-        bad = tf.zeros([])
-        for one in gradients:
-            if one is not None:
-                values = (
-                    one.values if isinstance(one, tf.IndexedSlices) else one
-                )
-                all_finite = tf.reduce_all(tf.math.is_finite(values))
-                bad += 1.0 - tf.cast(all_finite, tf.float32)
-        return tf.equal(sum_over_replicas(bad), 0.0)
-
-    optimizer.check_finite = check_finite
-
-
 def class_weights(y: Any, class_weight: dict[int, float]) -> tf.Tensor:
     """The weight of each example's class, as Keras' `fit` takes it."""
     y = tf.convert_to_tensor(y)

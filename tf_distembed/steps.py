@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_distembed import replica_steps, step_losses
+from tf_distembed import replica_gradients, replica_steps, step_losses
 from tf_distembed.step_calls import Predict, Step
 
 #: model -> what a step helper compiled it with.
@@ -41,7 +41,9 @@ def make_train_step(
         metrics: As `model.compile` takes it.
         strategy: In whose scope the model was made; None finds it.
         steps_per_call: Steps that one call takes from an iterator, in one
-            compiled loop. A call at the end of the data takes those left.
+            compiled loop (under `MultiWorkerMirroredStrategy`, and with None
+            in the batches of several replicas, in a loop of compiled steps).
+            A call at the end of the data takes those left.
 
     Returns:
         A function `step(iterator)`; with `steps_per_call=1` also
@@ -83,7 +85,8 @@ def make_train_step(
         raise ValueError("The model is compiled without an optimizer.")
     if strategy.num_replicas_in_sync > 1:
         _check_optimizer(model.optimizer)
-    step_losses.agree_on_finite_gradients(model.optimizer)
+        replica_gradients.clip_the_sum(model.optimizer)
+    replica_gradients.agree_on_finite_gradients(model.optimizer)
     return Step(model, strategy, replica_steps.train, steps_per_call)
 
 

@@ -144,7 +144,12 @@ def fit(
     for epoch in range(first_epoch, epochs):
         if not done:
             step.reset()
-        listed.on_epoch_begin(epoch)
+        if backup is not None and done:
+            # Before it was interrupted, callbacks had set this epoch's rates.
+            with backup.rates_kept():
+                listed.on_epoch_begin(epoch)
+        else:
+            listed.on_epoch_begin(epoch)
         iterator = data.iterator(epoch, done)
         logs = {}
         saved = done
