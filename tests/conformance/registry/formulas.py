@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
-from tests.conformance.cases import Case, Table
+from typing import Any
+
+from tests.conformance.cases import BATCH, Case, Feature, Table
 from tests.conformance.registry.data import (
     BAGS,
     GRID,
+    GRID_WEIGHTS,
+    INVALID_GRID,
     SINGLE,
+    WEIGHTS,
     feature,
     on_default_device,
 )
 from tests.conformance.registry.optimizers import OPTIMIZERS
+
+
+def _touched_by_weight_zero(layer: str, optimizer: str, **options: Any) -> Case:
+    """Rows that take a step with gradient 0: late, and as their first one.
+
+    Dense, so that XLA compiles it too.
+    """
+    table = Table("t", 12, 4, "sum", optimizer)
+    ids = (
+        [[3], [2], *[[5]] * 6],
+        [[3], [2], *[[7]] * 6],
+        [[0], [3], *[[5]] * 6],
+    )
+    weights = (
+        [[1.0], [2.0], *[[0.5]] * 6],
+        [[0.0], [1.0], *[[0.5]] * 6],
+        [[0.0], [1.0], *[[0.0]] * 6],
+    )
+    return Case(
+        f"{optimizer.replace(' ', '_')}_touched_by_weight_zero",
+        layer,
+        (table,),
+        (Feature("f", "t", "dense", ids, weights),),
+        shows=("weight 0 does not touch", "gradient 0 does not touch"),
+        **options,
+    )
 
 
 def cases_of_formulas() -> list[Case]:
@@ -138,6 +169,64 @@ def cases_of_formulas() -> list[Case]:
             ),
         ),
     ]
+    cases += [
+        _touched_by_weight_zero("adam", "adam"),
+        _touched_by_weight_zero("momentum", "momentum", **momentum),
+        _touched_by_weight_zero("ftrl", "ftrl"),
+        _touched_by_weight_zero("native", "native adam"),
+        _touched_by_weight_zero("native", "native adagrad momentum"),
+        _touched_by_weight_zero("native", "native ftrl"),
+    ]
+    scheduled = Table("t", 12, 4, "sum", "sgd with a schedule")
+    cases.append(
+        Case(
+            "schedule_advances_without_an_id_of_the_table",
+            "sgd",
+            (scheduled, a),
+            (
+                Feature(
+                    "f",
+                    "t",
+                    "dense",
+                    ([[-1]] * BATCH, [[3]] * BATCH, [[4]] * BATCH),
+                    invalid_ids="drop",
+                ),
+                feature("g", a, "dense", GRID),
+            ),
+            shows=(
+                "t counts the steps with an id of the table",
+                "the schedule stands still",
+            ),
+        )
+    )
+    mean = Table("mean", 12, 4, "mean")
+    cases.append(
+        Case(
+            "any_kind_trained_by_the_model",
+            "model",
+            (mean,),
+            (
+                feature("ragged", mean, "ragged", BAGS, WEIGHTS),
+                feature("sparse", mean, "sparse", BAGS, order="shuffled"),
+                feature(
+                    "dense",
+                    mean,
+                    "dense",
+                    INVALID_GRID,
+                    GRID_WEIGHTS,
+                    invalid_ids="drop",
+                ),
+            ),
+            shows=(
+                "one step a feature",
+                "one step an occurrence",
+                "ids are clamped",
+            ),
+            **on_default_device(
+                "design 5.6: tables without an own optimizer raise"
+            ),
+        )
+    )
     frozen = Table("frozen", 12, 4, "mean", trainable=False)
     cases.append(
         Case(
@@ -148,6 +237,15 @@ def cases_of_formulas() -> list[Case]:
                 feature("f", frozen, "ragged", BAGS),
                 feature("g", a, "ragged", BAGS),
             ),
+            shows=("frozen tables train",),
+        )
+    )
+    cases.append(
+        Case(
+            "frozen_table_of_dense_input",
+            "adam",
+            (frozen,),
+            (feature("f", frozen, "dense", GRID, GRID_WEIGHTS),),
             shows=("frozen tables train",),
         )
     )
