@@ -225,7 +225,8 @@ def test_what_keras_cannot_do_on_two_replicas_is_refused(
     mirrored: Any, setting: dict[str, Any]
 ) -> None:
     model = make(lambda: K.SGD(0.1, **setting), mirrored, own=False)
-    with pytest.raises(ValueError, match=list(setting)[-1]):
+    refused = f"{list(setting)[-1]}=.* cannot do on several replicas"
+    with pytest.raises(ValueError, match=refused):
         tde.make_train_step(model)
 
 

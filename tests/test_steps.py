@@ -353,10 +353,29 @@ def test_what_a_step_says(mirrored: Any) -> None:
     step = tde.make_train_step(make(), steps_per_call=2)
     with pytest.raises(ValueError, match="takes an iterator"):
         step(next(iter(data(16))))
+    model = make()
+    model.compile(None, "mse")
+    with pytest.raises(ValueError, match="compiled without an optimizer"):
+        tde.make_train_step(model)
     with mirrored.scope():
         model = make()
     with pytest.raises(ValueError, match="no parts for the 2 replicas"):
         tde.make_train_step(model)(next(iter(data(16))))
+
+
+def test_outputs_with_a_keras_mask_are_refused_on_replicas(
+    mirrored: Any,
+) -> None:
+    with mirrored.scope():
+        model = keras.Sequential(
+            [keras.Input((3, 1)), keras.layers.Masking(), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    rows = np.ones((4, 3, 1)), np.ones((4, 3, 1))
+    batches = tf.data.Dataset.from_tensor_slices(rows).batch(4)
+    step = tde.make_train_step(model)
+    with pytest.raises(ValueError, match="output has a Keras mask"):
+        step(next(iter(tde.distribute_dataset(batches, mirrored))))
 
 
 def test_the_end_of_the_data_raises() -> None:
