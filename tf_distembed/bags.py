@@ -92,20 +92,23 @@ def to_bags(
     """
     flat = _flatten(feature, ids, weights, compiled, checks)
     flat = _gated(flat, checks.run_early())
-    narrow, bad = _out_of_range(feature, flat.ids)
     real = real_rows.mask() if kind_of(ids) == DENSE else None
     if real is not None:
-        # Of added rows not even a bad id counts: they hold none.
         real = tf.gather(real, flat.bag)
-        bad &= real
+    found = _OutOfRange(feature, flat.ids, real)
     present = real
     dropped = None
     if compiled or feature.drops_invalid_ids:
+        bad = found.each()
         good = tf.logical_not(bad)
         present = good if present is None else present & good
         dropped = tf.math.count_nonzero(bad)
     else:
-        checks.add_range_check(feature, flat.ids, bad)
+        checks.add_range_check(feature, flat.ids, found.any(), found.each)
+    narrow = tf.cast(
+        flat.ids,
+        tf.int32 if feature.table.vocabulary_size < 2**31 else tf.int64,
+    )
     flat = dataclasses.replace(flat, ids=narrow)
     if feature.padding_id is not None:
         no_padding = tf.not_equal(narrow, feature.padding_id)
@@ -271,27 +274,41 @@ def _flatten_sparse(
     return _Flat(values, tf.cast(rows, tf.int32), num_rows, None, weight_values)
 
 
-def _out_of_range(
-    feature: Feature, ids: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """The ids in the dtype that addresses rows, and which are outside.
+class _OutOfRange:
+    """Which ids are outside their table, asked before any cast that could wrap.
 
-    The comparison comes before any cast that could wrap an id into the table.
+    Args:
+        feature: Whose table.
+        ids: `[N]`, as they came.
+        real: `[N]` bool, False where a row was added: it holds no id, so not
+            even a bad one. None: all are real.
     """
-    size = feature.table.vocabulary_size
-    target = tf.int32 if size < 2**31 else tf.int64
-    if ids.dtype == tf.uint64:
-        bad = ids >= tf.constant(size, tf.uint64)
-    else:
-        if ids.dtype not in (tf.int32, tf.int64):
-            ids = tf.cast(ids, tf.int64 if ids.dtype == tf.uint32 else tf.int32)
-        if size <= ids.dtype.max:
+
+    def __init__(
+        self, feature: Feature, ids: tf.Tensor, real: tf.Tensor | None
+    ) -> None:
+        self._real = real
+        size = feature.table.vocabulary_size
+        if ids.dtype != tf.uint64:
+            if ids.dtype not in (tf.int32, tf.int64):
+                wide = tf.int64 if ids.dtype == tf.uint32 else tf.int32
+                ids = tf.cast(ids, wide)
+            size = min(size, ids.dtype.max + 1)
             # Read as unsigned, a negative id is larger than any table.
-            unsigned = tf.as_dtype(f"u{ids.dtype.name}")
-            bad = tf.bitcast(ids, unsigned) >= tf.constant(size, unsigned)
-        else:
-            bad = ids < 0
-    return tf.cast(ids, target), bad
+            ids = tf.bitcast(ids, tf.as_dtype(f"u{ids.dtype.name}"))
+        self._ids, self._size = ids, tf.constant(size, ids.dtype)
+
+    def each(self) -> tf.Tensor:
+        """`[N]` bool."""
+        bad = self._ids >= self._size
+        return bad if self._real is None else bad & self._real
+
+    def any(self) -> tf.Tensor:
+        """Scalar bool."""
+        if self._real is not None or compilation.has_gpu():
+            return tf.reduce_any(self.each())
+        # Without making a mask. GPUs have no kernel for it.
+        return tf.reduce_max(self._ids) >= self._size
 
 
 def _limit(feature: Feature, kind: str) -> int | None:

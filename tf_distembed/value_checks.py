@@ -30,12 +30,23 @@ class Checks:
         self._last.append(_Check(fails, message))
 
     def add_range_check(
-        self, feature: Feature, ids: tf.Tensor, bad: tf.Tensor
+        self,
+        feature: Feature,
+        ids: tf.Tensor,
+        fails: tf.Tensor,
+        bad: Callable[[], tf.Tensor],
     ) -> None:
-        """Reports ids outside the table of a feature that does not drop."""
+        """Reports ids outside the table of a feature that does not drop.
+
+        Args:
+            feature: Whose ids.
+            ids: `[N]`, as they came.
+            fails: Scalar bool, whether any is outside.
+            bad: Makes `[N]` bool, which ones are.
+        """
 
         def message() -> tf.Tensor:
-            found = tf.boolean_mask(ids, bad)
+            found = tf.boolean_mask(ids, bad())
             return tf.strings.format(
                 f"{feature.where}: {feature.expected_ids}. Received: id "
                 f"{_VALUE} ({_VALUE} such ids in this batch). "
@@ -44,7 +55,7 @@ class Checks:
                 placeholder=_VALUE,
             )
 
-        self.add(tf.reduce_any(bad), message)
+        self.add(fails, message)
 
     def add_equal(
         self,
