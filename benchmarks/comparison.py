@@ -118,6 +118,7 @@ def compare(
     optimizer: str,
     effort: Effort,
     checked: bool = True,
+    trained: bool = True,
 ) -> list[dict[str, Any]]:
     """Times all in one process, against the first.
 
@@ -128,6 +129,9 @@ def compare(
         optimizer: Of the training step.
         effort: How long to measure.
         checked: Whether to `check` first.
+        trained: Of outputs alone: whether each has taken a training step in
+            this process, after which TensorFlow copies a variable that is read
+            as a whole. Without, a model that was loaded only to be served.
 
     Returns:
         A record a contender. `ratio` is its time over that of the first:
@@ -138,9 +142,7 @@ def compare(
     calls = {}
     for title, make in makers.items():
         contender = make(workload)
-        if not training:
-            # Outputs are asked for while or after a table is trained, which
-            # changes how TensorFlow reads a variable from then on.
+        if trained and not training:
             contender.calls(training=True)()
         calls[title] = contender.calls(training=training)
     timings = interleave(
@@ -150,11 +152,13 @@ def compare(
         least_seconds=effort.least_seconds,
     )
     base = next(iter(calls))
+    outputs = "forward" if trained else "inference"
+    mode = "train" if training else outputs
     records = [
         {
             "workload": workload.name,
             "rows": sum(workload.tables),
-            "mode": "train" if training else "forward",
+            "mode": mode,
             "optimizer": optimizer if training else None,
             "contender": title,
             **timings.figures(title, base),

@@ -43,7 +43,7 @@ def _keras(optimizer: str, *, padded: bool = True) -> dict[str, Maker]:
 def tensorflow_single(
     rows: int, effort: Effort, *, quick: bool
 ) -> Iterator[Record]:
-    """A at one size: all optimizers, forward, weights."""
+    """A at one size: all optimizers, outputs, weights."""
     from benchmarks.raw_operations import RawOperations
 
     # Padded ids make gradients of as many rows as there is padding.
@@ -62,10 +62,7 @@ def tensorflow_single(
             optimizer=optimizer,
             effort=effort,
         )
-    makers = {**_keras("sgd"), **_of([RawOperations], "sgd")}
-    yield from compare(
-        makers, workload, training=False, optimizer="sgd", effort=effort
-    )
+    yield from _outputs(workload, effort)
     if quick:
         return
     weighted = workloads.single_table(rows, weighted=True)
@@ -76,6 +73,22 @@ def tensorflow_single(
         optimizer="adagrad",
         effort=effort,
     )
+
+
+def _outputs(workload: Workload, effort: Effort) -> Iterator[Record]:
+    """The outputs alone, of tables in training and of tables to be served."""
+    from benchmarks.raw_operations import RawOperations
+
+    makers = {**_keras("sgd"), **_of([RawOperations], "sgd")}
+    for trained in (True, False):
+        yield from compare(
+            makers,
+            workload,
+            training=False,
+            optimizer="sgd",
+            effort=effort,
+            trained=trained,
+        )
 
 
 def tensorflow_variants(effort: Effort) -> Iterator[Record]:
@@ -102,15 +115,14 @@ def tensorflow_many(effort: Effort) -> Iterator[Record]:
     from benchmarks.raw_operations import RawOperations
 
     workload = workloads.many_tables()
-    for training in (True, False):
-        makers = {**_keras("adagrad"), **_of([RawOperations], "adagrad")}
-        yield from compare(
-            makers,
-            workload,
-            training=training,
-            optimizer="adagrad",
-            effort=effort,
-        )
+    yield from compare(
+        {**_keras("adagrad"), **_of([RawOperations], "adagrad")},
+        workload,
+        training=True,
+        optimizer="adagrad",
+        effort=effort,
+    )
+    yield from _outputs(workload, effort)
 
 
 def _torch(optimizer: str) -> dict[str, Maker]:

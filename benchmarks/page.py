@@ -68,7 +68,7 @@ def many(records: Sequence[Record]) -> str:
 
 
 def _by_optimizer(records: Sequence[Record], prefix: str) -> str:
-    columns = ("sgd", "adagrad", "adam", "ftrl", "forward")
+    columns = ("sgd", "adagrad", "adam", "ftrl", "forward", "inference")
     found: dict[tuple[int, str], dict[str, str]] = {}
     for r in records:
         plain = r["workload"].endswith("dim=32 mean")
@@ -76,7 +76,7 @@ def _by_optimizer(records: Sequence[Record], prefix: str) -> str:
             continue
         if r["contender"] == "tf_distembed" or "huge" in r["group"]:
             continue
-        column = r["optimizer"] if r["mode"] == "train" else "forward"
+        column = r["optimizer"] if r["mode"] == "train" else r["mode"]
         key = (r["rows"], r["contender"])
         found.setdefault(key, {})[column] = f"{r['ratio']:.1f}"
     rows = [
