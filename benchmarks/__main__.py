@@ -79,6 +79,7 @@ def main() -> None:
         try:
             found = run_group(name, quick=options.quick)
         except (OSError, subprocess.CalledProcessError) as error:
+            print(f"-- {name} FAILED: {error}", file=sys.stderr, flush=True)
             failed[name] = str(error)
             continue
         for line in report.lines(found):

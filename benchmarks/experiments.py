@@ -31,12 +31,23 @@ def _of(contenders: Any, optimizer: str) -> dict[str, Maker]:
     }
 
 
-def _keras(optimizer: str, *, padded: bool = True) -> dict[str, Maker]:
-    from benchmarks import keras_contenders as peers
+#: Tables of more rows leave memory for fewer contenders.
+_MANY_ROWS = 10**6
 
-    contenders: list[Any] = [peers.KerasRs, peers.LookupSparse]
-    if padded:
+
+def _keras(
+    optimizer: str, *, rows: int = 0, training: bool = True, raw: bool = False
+) -> dict[str, Maker]:
+    from benchmarks import keras_contenders as peers
+    from benchmarks.raw_operations import RawOperations
+
+    contenders: list[Any] = [peers.KerasRs]
+    if not training or rows <= _MANY_ROWS:
+        contenders.append(peers.LookupSparse)
+    if rows <= _MANY_ROWS:
         contenders.append(peers.KerasEmbedding)
+        if raw:
+            contenders.append(RawOperations)
     return {**_ours(optimizer), **_of(contenders, optimizer)}
 
 
@@ -44,19 +55,10 @@ def tensorflow_single(
     rows: int, effort: Effort, *, quick: bool
 ) -> Iterator[Record]:
     """A at one size: all optimizers, outputs, weights."""
-    from benchmarks.raw_operations import RawOperations
-
-    # Padded ids make gradients of as many rows as there is padding.
-    padded = rows <= 10**6
     workload = workloads.single_table(rows)
-    optimizers = ("adagrad",) if quick else OPTIMIZERS
-    for optimizer in optimizers:
-        makers = {
-            **_keras(optimizer, padded=padded),
-            **_of([RawOperations], optimizer),
-        }
+    for optimizer in ("adagrad",) if quick else OPTIMIZERS:
         yield from compare(
-            makers,
+            _keras(optimizer, rows=rows, raw=True),
             workload,
             training=True,
             optimizer=optimizer,
@@ -65,10 +67,9 @@ def tensorflow_single(
     yield from _outputs(workload, effort)
     if quick:
         return
-    weighted = workloads.single_table(rows, weighted=True)
     yield from compare(
-        _keras("adagrad", padded=padded),
-        weighted,
+        _keras("adagrad", rows=rows),
+        workloads.single_table(rows, weighted=True),
         training=True,
         optimizer="adagrad",
         effort=effort,
@@ -77,9 +78,7 @@ def tensorflow_single(
 
 def _outputs(workload: Workload, effort: Effort) -> Iterator[Record]:
     """The outputs alone, of tables in training and of tables to be served."""
-    from benchmarks.raw_operations import RawOperations
-
-    makers = {**_keras("sgd"), **_of([RawOperations], "sgd")}
+    makers = _keras("sgd", rows=max(workload.tables), training=False, raw=True)
     for trained in (True, False):
         yield from compare(
             makers,
@@ -112,11 +111,9 @@ def tensorflow_variants(effort: Effort) -> Iterator[Record]:
 
 def tensorflow_many(effort: Effort) -> Iterator[Record]:
     """B against Keras' and TensorFlow's ways."""
-    from benchmarks.raw_operations import RawOperations
-
     workload = workloads.many_tables()
     yield from compare(
-        {**_keras("adagrad"), **_of([RawOperations], "adagrad")},
+        _keras("adagrad", raw=True),
         workload,
         training=True,
         optimizer="adagrad",
