@@ -2,7 +2,7 @@
 
     bash benchmarks/setup.sh                once: the environments, the C floor
     python -m benchmarks --quick            the main figures, some minutes
-    python -m benchmarks                    all of it; 16 GiB of memory
+    python -m benchmarks                    all of it; 20 GiB of memory
     python -m benchmarks --only tf-A-1e6    some groups
     python -m benchmarks --json F --plot D  also to a file, and as plots; a
                                             file there keeps other groups
@@ -20,18 +20,19 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import report
 from benchmarks.groups import GROUPS, ROOT
 
 
-def run_group(name: str, *, quick: bool) -> list[dict[str, Any]]:
-    """The records of one group.
+def run_group(name: str, *, quick: bool) -> Iterator[dict[str, Any]]:
+    """The records of one group, as they come.
 
     Raises:
         FileNotFoundError: its environment has not been made.
-        subprocess.CalledProcessError: it failed.
+        subprocess.CalledProcessError: it failed, after those records.
     """
     group = GROUPS[name]
     if not group.python.exists():
@@ -39,7 +40,6 @@ def run_group(name: str, *, quick: bool) -> list[dict[str, Any]]:
             f"{group.python} does not exist. Run: bash benchmarks/setup.sh"
         )
     command = [str(group.python), "-m", "benchmarks.worker", name]
-    records = []
     with subprocess.Popen(
         [*command, "quick" if quick else "full"],
         cwd=ROOT,
@@ -50,10 +50,9 @@ def run_group(name: str, *, quick: bool) -> list[dict[str, Any]]:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):
-                records.append(json.loads(line))
+                yield json.loads(line)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return records
 
 
 def main() -> None:
@@ -76,12 +75,13 @@ def main() -> None:
     failed: dict[str, str] = {}
     for name in names:
         print(f"-- {name}", file=sys.stderr, flush=True)
+        found = []
         try:
-            found = run_group(name, quick=options.quick)
+            for record in run_group(name, quick=options.quick):
+                found.append(record)
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"-- {name} FAILED: {error}", file=sys.stderr, flush=True)
             failed[name] = str(error)
-            continue
         for line in report.lines(found):
             print(line, flush=True)
         records += found
