@@ -96,16 +96,21 @@ def distribute_dataset(
                 f"multiple of the {replicas} replicas. Received: {batch_size}"
             )
     options = _input_options(dataset)
+    cardinality = None
     if replicas > 1 and _may_lack_sparse_rows(dataset):
         distributed = strategy.distribute_datasets_from_function(
             lambda context: _parts(dataset, context), options
         )
+        # TensorFlow's would be that of the parts, which nobody knows. Where
+        # it is unknown, Keras' `fit` begins a step after the last batch.
+        cardinality = dataset.cardinality()
     else:
         distributed = strategy.experimental_distribute_dataset(dataset, options)
     if not isinstance(distributed, tf.distribute.DistributedDataset):
         return distributed
     rows = None if batch_size is None else batch_size // replicas
-    return _with_hint(distributed, BatchHint(pad_last_batch, rows))
+    hint = BatchHint(pad_last_batch, rows)
+    return _with_hint(distributed, hint, cardinality)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,16 +131,20 @@ def hint_of(iterator: Any) -> BatchHint:
     return getattr(iterator, _HINT, BatchHint())
 
 
-def _with_hint(dataset: Any, hint: BatchHint) -> Any:
+def _with_hint(dataset: Any, hint: BatchHint, cardinality: Any) -> Any:
     """The dataset, whose iterators carry a hint from now on.
 
-    It stays TensorFlow's own object, of a subclass of its class: Keras asks
-    for that class by name.
+    Its number of batches is the one given, if one is. It stays TensorFlow's own
+    object, of a subclass of its class: Keras asks for that class by name.
     """
     kind: Any = type(dataset)
 
     class DistributedDataset(kind):
         """TensorFlow's, with a hint."""
+
+        @property
+        def cardinality(self) -> Any:
+            return super().cardinality if cardinality is None else cardinality
 
         def __iter__(self) -> Iterator[Any]:
             iterator = super().__iter__()
