@@ -251,9 +251,22 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     # Sources have emulators of their own, and there is one at a time.
     which = "fast_sources" if is_fast else "sources"
     found = request.getfixturevalue(which)
-    with strategy_of(name) as strategy:
+    with contextlib.ExitStack() as entered:
+        strategy = entered.enter_context(strategy_of(name))
+        _entered.append(entered)
         model = made_on(strategy, BACKENDS[name][3])
         yield Target(model, stepper(model, strategy), found)
+
+
+_entered: list[contextlib.ExitStack] = []
+
+
+@pytest.fixture(autouse=True)
+def _leave_target(request: pytest.FixtureRequest) -> None:
+    """Else the last one stays until the end of the module."""
+    if "target" not in request.fixturenames:
+        while _entered:
+            _entered.pop().close()
 
 
 def moves() -> list[Any]:
