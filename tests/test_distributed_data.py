@@ -204,6 +204,28 @@ def test_elements_keep_their_structure_and_order(mirrored, structure) -> None:
                 assert rows == whole.numpy().tolist()
 
 
+def test_a_replica_may_get_no_row_of_a_sparse_batch(mirrored) -> None:
+    rows = 2 * 8 + 1
+    batches = setup.dataset(rows, 8, "sparse", drop_remainder=False)
+    seen = batches.map(lambda x, y: x[0]["seen"])
+    distributed = tde.distribute_dataset(seen, mirrored)
+    # By which Keras knows when an epoch ends.
+    assert int(distributed.cardinality) == 3
+    found = [
+        [tf.sparse.to_dense(part, -1) for part in parts]
+        for parts in map(mirrored.experimental_local_results, distributed)
+    ]
+    assert [[len(part) for part in parts] for parts in found] == [
+        [4, 4],
+        [4, 4],
+        [1, 0],
+    ]
+    for parts, whole in zip(found, seen, strict=True):
+        np.testing.assert_array_equal(
+            tf.concat(parts, 0), tf.sparse.to_dense(whole, -1)
+        )
+
+
 def test_distribute_dataset_says_what_it_takes(mirrored) -> None:
     data = setup.dataset(8, 4)
     with pytest.raises(TypeError, match="takes a tf.data.Dataset"):

@@ -271,6 +271,21 @@ def test_the_emulator_gives_what_one_device_gives() -> None:
     setup.assert_close(got, expected)
 
 
+def test_no_table_counts_a_step_that_gets_no_data() -> None:
+    """Keras begins one where the number of batches is not known."""
+    by_keras, by_tde = make(), make()
+    unknown = data().filter(lambda *_: True)
+    by_keras.fit(unknown, epochs=2, verbose=0)
+    tde.fit(by_tde, unknown, epochs=2, verbose=0)
+    assert by_tde.optimizer.iterations == 6
+    for model in (by_keras, by_tde):
+        slots = model.embedding.get_optimizer_state()
+        assert {name: slots[name]["step"] for name in slots} == {
+            "item": 6,
+            "user": 6,
+        }
+
+
 def test_data_that_end_too_early() -> None:
     with pytest.warns(UserWarning, match="after 3 of the 5 batches of epoch 0"):
         history = tde.fit(
