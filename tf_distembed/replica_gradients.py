@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tf_distembed import step_losses
+from tf_distembed.table_variable import sum_of_each_id
 
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
@@ -70,8 +71,7 @@ def _merged(gradient: Any) -> Any:
     if isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy):
         # XLA knows no number of ids.
         return tf.convert_to_tensor(gradient)
-    ids, places = tf.unique(gradient.indices)
-    rows = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(ids))
+    ids, rows = sum_of_each_id(gradient.indices, gradient.values)
     return tf.IndexedSlices(rows, ids, gradient.dense_shape)
 
 

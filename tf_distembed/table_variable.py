@@ -267,6 +267,16 @@ def _sum_repeated(
         place = tf.pad(tf.cumsum(is_next), [[1, 0]])[: tf.size(ids)]
         total = tf.math.unsorted_segment_sum(gradient, place, tf.size(ids))
         return ids, tf.gather(total, place)
+    return sum_of_each_id(ids, gradient)
+
+
+def sum_of_each_id(
+    ids: tf.Tensor, gradient: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The distinct ids `[U]` and the sum of the rows `[U, D]` of each.
+
+    Not under XLA, which has no shape that depends on the ids.
+    """
     unique_ids, place = tf.unique(ids)
     count = tf.size(unique_ids)
     return unique_ids, tf.math.unsorted_segment_sum(gradient, place, count)
